@@ -1,0 +1,135 @@
+"""Reading a Hugging Face config.json strictly: what changes the maths is never ignored.
+
+Every key is one that the family read, one known to be harmless, one that holds its
+neutral value, or unknown (a warning). Anything else is a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jspec.models.layers import Rope
+
+
+class ConfigError(ValueError):
+    """A config.json that cannot be run as written; the message names the key."""
+
+
+HARMLESS = frozenset(
+    """architectures auto_map bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id
+    decoder_start_token_id unk_token_id attention_dropout hidden_dropout residual_dropout dropout
+    embd_pdrop resid_pdrop attn_pdrop initializer_range model_type torch_dtype dtype
+    transformers_version use_cache _name_or_path name_or_path _attn_implementation
+    _attn_implementation_autoset output_attentions output_hidden_states return_dict
+    gradient_checkpointing problem_type id2label label2id finetuning_task task_specific_params
+    tokenizer_class prefix chunk_size_feed_forward transformers.js_config license
+    is_llama_config unsloth_version unsloth_fixed
+    """.split()
+)
+
+# Keys that change the maths of a decoder, with the values that mean "not used".
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None, {}),
+    "quantization": (None, {}),
+    "rope_interleaved": (None, False),
+    "sliding_window": (None,),
+    "layer_types": (None,),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "qkv_bias": (None, False),
+    "use_bias": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "scale_emb": (None, 1, 1.0),
+    "scale_depth": (None,),
+    "dim_model_base": (None,),
+    "query_pre_attn_scalar": (None,),
+    "use_qk_norm": (None, False),
+    "qk_norm": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0, 1),
+    "no_rope_layers": (None, []),
+    "no_rope_layer_interval": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "is_decoder": (None, False, True),
+    "pruned_heads": (None, {}),
+}
+
+
+class Reader:
+    """Takes values out of a config and remembers which keys were understood."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = config
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        value = self.config.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise ConfigError(f"config.json has no {key!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"config.json: {key} = {value!r} should be a positive integer")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"config.json: {key} = {value!r} should be a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key} = {value!r} should be true or false")
+        return value
+
+    def require(self, key: str, expected: Any) -> None:
+        value = self.get(key, expected)
+        if value != expected:
+            raise ConfigError(
+                f"config.json: {key} = {value!r} changes the maths and is not supported here (only {expected!r} is)"
+            )
+
+    def rope(self) -> Rope:
+        """RoPE settings: ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
+        scaling = {**(self.get("rope_scaling") or {}), **(self.get("rope_parameters") or {})}
+        theta = self.number("rope_theta", default=scaling.pop("rope_theta", 10000.0))
+        kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+        scaling.pop("type", None)
+        names = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        if kind not in ("default", *names):
+            raise ConfigError(f"config.json: rope_type {kind!r} is not supported (default, linear and llama3 are)")
+        values = {}
+        for name in names.get(kind, ()):
+            if name not in scaling:
+                raise ConfigError(f"config.json: rope_scaling of type {kind!r} has no {name!r}")
+            values[name] = float(scaling.pop(name))
+        if kind == "llama3":
+            values["original_max_length"] = scaling.pop("original_max_position_embeddings", 8192)
+        if rest := {k: v for k, v in scaling.items() if v not in NEUTRAL.get(k, (None,))}:
+            raise ConfigError(f"config.json: rope setting {next(iter(rest))!r} is not supported for type {kind!r}")
+        return Rope(theta=theta, kind=kind, **values)
+
+    def done(self) -> None:
+        """Raise for a key that changes the maths, warn of one that nobody here knows."""
+        for key in sorted(set(self.config) - self.seen - HARMLESS):
+            value = self.config[key]
+            if key in NEUTRAL:
+                if value not in NEUTRAL[key]:
+                    raise ConfigError(f"config.json: {key} = {value!r} changes the maths and is not supported here")
+            elif value is not None:
+                warnings.warn(f"config.json: unknown key {key!r} = {value!r} was not used", stacklevel=3)

@@ -1,0 +1,110 @@
+"""Layers that model families share, and the description of a weight.
+
+`attend` is the plain form of verification attention: a kernel with the same signature
+takes its place through ``make(config, attend=...)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter: its shape here, its logical axes, and where a checkpoint has it.
+
+    Not a pytree, so a tree of `Weight` has the structure of the params it describes.
+    ``transpose``: the file stores ``[out, in]`` and we multiply by ``[in, out]``.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    source: str
+    transpose: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864), in the half-split layout.
+
+    ``kind``: "default", "linear" (positions divided by ``factor``) or "llama3"
+    (low frequencies divided, high ones kept, a ramp between; Llama 3.1).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_length: int = 8192
+
+
+def rope_frequencies(rope: Rope, channels: int) -> Float[Array, "C/2"]:
+    """Radians a position for each channel pair, in float32."""
+    exponent = jnp.arange(0, channels, 2, dtype=jnp.float32) / channels
+    frequency = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        return frequency / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_max_length * frequency / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return frequency * (keep + (1 - keep) / rope.factor)
+    return frequency
+
+
+def rotate(
+    x: Float[Array, "B T H C"], position: Int[Array, "B T"], frequency: Float[Array, "C/2"]
+) -> Float[Array, "B T H C"]:
+    """Turn each channel pair (c, c + C/2) by ``position * frequency``."""
+    angle = position[..., None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def rms_norm(x: Float[Array, "B T D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "B T D"]:
+    """Root-mean-square normalisation (arXiv 1910.07467), in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def visible_slots(
+    length: Int[Array, "B"], rows: int, slots: int, mask: Bool[Array, "B T T"] | None
+) -> Bool[Array, "B T S"]:
+    """Which slots each row sees: all committed ones, and the scratch rows of its path."""
+    node = jnp.arange(slots) - length[:, None]  # the scratch row that a slot holds
+    if mask is None:
+        return node[:, None, :] <= jnp.arange(rows)[None, :, None]
+    index = jnp.broadcast_to(jnp.clip(node, 0, rows - 1)[:, None, :], (node.shape[0], rows, slots))
+    on_path = jnp.take_along_axis(mask, index, axis=-1)
+    return (node < 0)[:, None, :] | (on_path & (node < rows)[:, None, :])
+
+
+def attend(
+    query: Float[Array, "B T H C"],
+    keys: Float[Array, "B K S C"],
+    values: Float[Array, "B K S C"],
+    length: Int[Array, "B"],
+    mask: Bool[Array, "B T T"] | None,
+    scale: float,
+) -> Float[Array, "B T H C"]:
+    """Attention of T scratch rows over a cache that already holds them after ``length``.
+
+    H / K query heads share a kv head; softmax in float32. ``mask = None``: a chain.
+    """
+    batch, rows, heads, channels = query.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, channels)
+    scores = jnp.einsum("btkgc,bksc->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    visible = visible_slots(length, rows, slots, mask)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores * scale, -jnp.inf), axis=-1)
+    mixed = jnp.einsum("bkgts,bksc->btkgc", weights.astype(values.dtype), values)
+    return mixed.reshape(batch, rows, heads, channels)

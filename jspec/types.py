@@ -1,0 +1,155 @@
+"""The vocabulary of jspec and its two contracts, `Model` and `Drafter`.
+
+Data is a `NamedTuple` (a pytree and nothing else); behaviour is a frozen dataclass
+of functions that hashes by identity and so works as a static argument.
+
+House letters: B rows, T tokens fed in one call, S cache slots, N tree nodes (root
+included), P path slots (max depth + 1), V vocabulary, D width, E feature width,
+H query heads, K kv heads, C channels a head, F MLP width, L layers, Q stop ids.
+
+Words: **target** p, **draft** q; the **root** is the newest token, known but not yet
+in the target's cache; **emitted** tokens are those that a round adds; to **commit**
+is to keep in the cache.
+
+A round: ``propose -> forward -> unembed -> verify -> commit + absorb``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+Params = Any
+"""A pytree of arrays. Always an argument, never captured in a closure."""
+
+
+class Tree(NamedTuple):
+    """Where the tokens of one pass stand. A chain is a tree; a prompt is a chain.
+
+    ``mask = None`` says, statically, that the tree is a chain (node i's parent is
+    node i - 1): attention is causal, and committing is a length bump.
+    """
+
+    parent: Int[Array, "B N"]  # parent[i] < i; -1 for the root and for unused nodes
+    depth: Int[Array, "B N"]  # position offset from the root
+    mask: Bool[Array, "B N N"] | None = None  # row i may look at node j
+
+
+class Proposal(NamedTuple):
+    """What a drafter hands to the verifier. Node 0 is the root."""
+
+    tokens: Int[Array, "B N"]
+    tree: Tree
+    count: Int[Array, "B"]  # real nodes, root included: 1 means "nothing proposed"
+    logq: Float[Array, "B N V"] | None = None
+    # row i: the law that node i was drawn from, given its path. None: point masses
+
+
+class Verdict(NamedTuple):
+    """What the verifier decided for each row."""
+
+    path: Int[Array, "B P"]  # nodes from the root to the last accepted one, then 0
+    accepted: Int[Array, "B"]  # accepted drafts, the root not counted
+    next: Int[Array, "B"]  # the token that follows the last accepted one
+    ok: Bool[Array, "B"]  # False: the target's law there was not a law (NaN, +inf)
+
+
+class Emitted(NamedTuple):
+    """What a round, or a piece of prompt, adds to a row."""
+
+    tokens: Int[Array, "B T"]
+    count: Int[Array, "B"]  # how many of them are real
+    features: Float[Array, "B T E"]  # at the position that PREDICTED each token
+
+
+class Context(NamedTuple):
+    """What a drafter may look at besides its own state. Never the verifier's keys."""
+
+    position: Int[Array, "B"]  # of the root
+    remaining: Int[Array, "B"]  # tokens the row may still emit; 0 when it has finished
+
+
+class Stats(NamedTuple):
+    """Counts for each row since `init`; nothing after a stop token is counted."""
+
+    rounds: Int[Array, "B"]  # target passes the row took part in
+    proposed: Int[Array, "B P-1"]  # drafts submitted at depth 1, 2, ...
+    accepted: Int[Array, "B P-1"]  # drafts accepted at depth 1, 2, ...
+
+
+class State(NamedTuple):
+    """Everything the next round needs: the `while_loop` carry, and what one saves.
+
+    Invariant: ``cache.length == length - 1`` in rows that still run. Slots of
+    ``tokens`` at and after ``length`` mean nothing.
+    """
+
+    cache: Any
+    draft: Any  # the drafter's own state
+    tokens: Int[Array, "B S"]
+    length: Int[Array, "B"]  # prompt and emitted tokens
+    prompt_length: Int[Array, "B"]
+    limit: Int[Array, "B"]  # the length at which a row ends
+    stop: Int[Array, "B Q"]  # token ids that end a row; -1 fills the table
+    finish: Int[Array, "B"]  # RUNNING, STOP, LENGTH or ERROR
+    stats: Stats
+
+
+RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
+FINISH_REASONS = {RUNNING: "running", STOP: "stop", LENGTH: "length", ERROR: "error"}
+
+
+class Info(NamedTuple):
+    """What an observer may want to know about one round."""
+
+    tokens: Int[Array, "B P"]
+    count: Int[Array, "B"]  # emitted tokens; 0 in finished rows
+    accepted: Int[Array, "B"]  # how many of them, the first ones, the draft wrote
+    proposed: Int[Array, "B"]
+    finish: Int[Array, "B"]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A language model as pure functions.
+
+    * ``init_cache(batch, slots) -> cache`` with ``cache.length`` Int[B] = 0.
+    * ``forward(params, cache, tokens_BT, tree) -> (hidden_BTD, features_BTE, cache)``
+      writes T scratch slots after ``cache.length`` and leaves the length alone; row i
+      sees the committed slots and the nodes that the tree lets it see. It is prefill,
+      decoding and verification in one.
+    * ``commit(cache, path_BP, count_B) -> cache`` keeps the first ``count`` nodes of
+      the path: the only way a cache advances. ``path = None``: the first nodes.
+    * ``unembed(params, hidden_BTD) -> logits_BTV`` in float32; apart from ``forward``,
+      for a prompt needs no B*T*V array.
+    """
+
+    init_cache: Callable[..., Any]
+    forward: Callable[..., tuple[Array, Array, Any]]
+    commit: Callable[..., Any]
+    unembed: Callable[[Params, Array], Array]
+    vocab_size: int
+    max_length: int  # positions the model was made for
+    feature_width: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Drafter:
+    """A proposer of tokens, as pure functions. No drafter implements rollback.
+
+    * ``init(params, batch, slots) -> S``.
+    * ``absorb(params, S, emitted) -> S`` takes in confirmed tokens, the prompt's
+      included, in order and each once: the only way a draft state advances. The first
+      prompt token comes with a feature of zeros.
+    * ``propose(params, S, root_B, context) -> (proposal, S)`` may scribble beyond its
+      length, but may not move it. N = ``nodes`` and P = ``depth + 1`` are static.
+    """
+
+    init: Callable[..., Any]
+    absorb: Callable[..., Any]
+    propose: Callable[..., tuple[Proposal, Any]]
+    nodes: int
+    depth: int
