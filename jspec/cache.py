@@ -1,17 +1,16 @@
 """The KV cache: full attention, ragged rows, written as scratch and then committed.
 
 Each row has its own ``length``. `write` puts T entries in the slots after it, `commit`
-moves the length. Nothing is ever clamped as long as the capacity satisfies
-``slots >= prompt + new tokens + max(N, chunk)``: finished and short rows go on writing
-scratch entries, and `lax.dynamic_update_slice` would silently shift those back over
-real keys. `capacity` computes that number; every allocation goes through it.
+moves the length. Finished and short rows go on writing scratch entries, so the capacity
+has to be ``slots >= prompt + new tokens + max(N, chunk)``: `capacity` computes it, and
+every allocation goes through that. Writes are scatters that drop what does not fit;
+`lax.dynamic_update_slice` would silently shift it back over real keys.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -45,23 +44,27 @@ def capacity(prompt_length: int, new_tokens: int, nodes: int, chunk: int, multip
     return -(-needed // multiple) * multiple
 
 
-def _put(buffer: Float[Array, "B K S C"], rows: Float[Array, "B K T C"], start: Int[Array, "B"]):
-    """Write T rows at each sequence's own start, in place."""
+def _put(buffer: Float[Array, "B K S C"], rows: Float[Array, "B T K C"], start: Int[Array, "B"]):
+    """Write T rows after each sequence's own start, in place.
 
-    def one(buffer, rows, start):
-        return jax.lax.dynamic_update_slice(buffer, rows.astype(buffer.dtype), (0, start, 0))
-
-    return jax.vmap(one)(buffer, rows, start)
+    One row alone is written twice, the second time into the next scratch slot: XLA turns
+    a scatter of a single update into a dynamic_update_slice, fuses that into each of its
+    readers, and then has to copy the whole buffer for every one of them.
+    """
+    if rows.shape[1] == 1:
+        rows = jnp.concatenate([rows, rows], axis=1)
+    slots = start[:, None] + jnp.arange(rows.shape[1])
+    sequence = jnp.arange(rows.shape[0])[:, None]
+    return buffer.at[sequence, :, slots].set(
+        rows.astype(buffer.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
 
 
 def write(
     entry: Entry, keys: Float[Array, "B T K C"], values: Float[Array, "B T K C"], length: Int[Array, "B"]
 ) -> Entry:
     """Put T scratch entries into the slots after ``length``."""
-    return Entry(
-        _put(entry.keys, keys.swapaxes(1, 2), length),
-        _put(entry.values, values.swapaxes(1, 2), length),
-    )
+    return Entry(_put(entry.keys, keys, length), _put(entry.values, values, length))
 
 
 def commit(cache: Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"]) -> Cache:
@@ -75,7 +78,8 @@ def commit(cache: Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"])
     slots = cache.length[:, None] + path
 
     def compact(buffer):
-        return _put(buffer, jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2), cache.length)
+        kept = jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2)
+        return _put(buffer, kept.swapaxes(1, 2), cache.length)
 
     layers = tuple(Entry(compact(e.keys), compact(e.values)) for e in cache.layers)
     return Cache(layers, cache.length + count)

@@ -4,7 +4,7 @@ Data is a `NamedTuple` (a pytree and nothing else); behaviour is a frozen datacl
 of functions that hashes by identity and so works as a static argument.
 
 House letters: B rows, T tokens fed in one call, S cache slots, N tree nodes (root
-included), P path slots (max depth + 1), V vocabulary, D width, E feature width,
+included), P path slots (depth + 1), V vocabulary, D width, E feature width,
 H query heads, K kv heads, C channels a head, F MLP width, L layers, Q stop ids.
 
 Words: **target** p, **draft** q; the **root** is the newest token, known but not yet
@@ -76,8 +76,8 @@ class Stats(NamedTuple):
     """Counts for each row since `init`; nothing after a stop token is counted."""
 
     rounds: Int[Array, "B"]  # target passes the row took part in
-    proposed: Int[Array, "B P-1"]  # drafts submitted at depth 1, 2, ...
-    accepted: Int[Array, "B P-1"]  # drafts accepted at depth 1, 2, ...
+    proposed: Int[Array, "B depth"]  # drafts submitted at depth 1, 2, ...
+    accepted: Int[Array, "B depth"]  # drafts accepted at depth 1, 2, ...
 
 
 class State(NamedTuple):

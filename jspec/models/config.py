@@ -10,11 +10,17 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from jspec.errors import JspecError
 from jspec.models.layers import Rope
 
 
-class ConfigError(ValueError):
+class ConfigError(JspecError):
     """A config.json that cannot be run as written; the message names the key."""
+
+
+def unsupported(key: str, value: Any, rather: str) -> ConfigError:
+    """The error of a key that would change the maths."""
+    return ConfigError(f"config.json: {key} = {value!r} changes the maths and is not supported ({rather})")
 
 
 HARMLESS = frozenset(
@@ -100,9 +106,7 @@ class Reader:
     def require(self, key: str, expected: Any) -> None:
         value = self.get(key, expected)
         if value != expected:
-            raise ConfigError(
-                f"config.json: {key} = {value!r} changes the maths and is not supported here (only {expected!r} is)"
-            )
+            raise unsupported(key, value, f"only {expected!r} is")
 
     def rope(self) -> Rope:
         """RoPE settings: ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
@@ -112,8 +116,8 @@ class Reader:
         scaling.pop("type", None)
         names = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
         if kind not in ("default", *names):
-            raise ConfigError(f"config.json: rope_type {kind!r} is not supported (default, linear and llama3 are)")
-        values = {}
+            raise unsupported("rope_type", kind, "default, linear and llama3 are")
+        values: dict[str, Any] = {}
         for name in names.get(kind, ()):
             if name not in scaling:
                 raise ConfigError(f"config.json: rope_scaling of type {kind!r} has no {name!r}")
@@ -121,7 +125,8 @@ class Reader:
         if kind == "llama3":
             values["original_max_length"] = scaling.pop("original_max_position_embeddings", 8192)
         if rest := {k: v for k, v in scaling.items() if v not in NEUTRAL.get(k, (None,))}:
-            raise ConfigError(f"config.json: rope setting {next(iter(rest))!r} is not supported for type {kind!r}")
+            key, value = next(iter(rest.items()))
+            raise unsupported(f"rope setting {key}", value, f"not for rope_type {kind!r}")
         return Rope(theta=theta, kind=kind, **values)
 
     def done(self) -> None:
@@ -130,6 +135,6 @@ class Reader:
             value = self.config[key]
             if key in NEUTRAL:
                 if value not in NEUTRAL[key]:
-                    raise ConfigError(f"config.json: {key} = {value!r} changes the maths and is not supported here")
+                    raise unsupported(key, value, f"{NEUTRAL[key][-1]!r} is")
             elif value is not None:
                 warnings.warn(f"config.json: unknown key {key!r} = {value!r} was not used", stacklevel=3)

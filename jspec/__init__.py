@@ -1,0 +1,1 @@
+"""Speculative decoding in JAX, as pure functions: faster text, the same law."""

@@ -1,0 +1,316 @@
+"""The loop: prefill, then rounds of propose, verify and commit, in one compiled program.
+
+`make_decoder` takes a target, a drafter and a verification rule, all values, and gives
+pure functions: ``init`` a state from prompts, ``propose`` and ``advance`` it, both at
+once as ``step``, or to the end as ``run``, one `lax.while_loop` with nothing returned
+to the host. `stream` is a Python loop around the same step.
+
+Static: the three values, B, S (token slots), Q (stop ids), N, P and ``chunk``. Traced:
+tokens, lengths, limits and stop ids, so that other requests of the same shape never
+compile again. A cache holds ``slots >= prompt + new tokens + max(N, chunk)`` entries
+(`jspec.cache.capacity`); ``tokens`` has as many slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec import ragged, tree
+from jspec.sampling.verify import Verifier, verify
+from jspec.types import (
+    ERROR,
+    LENGTH,
+    RUNNING,
+    STOP,
+    Context,
+    Drafter,
+    Emitted,
+    Info,
+    Model,
+    Params,
+    Proposal,
+    State,
+    Stats,
+    Verdict,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """Compiled functions; each may also be called inside a larger jitted program.
+
+    A state that is passed in is given away (donated): use the one that comes back.
+
+    * ``init(params, dparams, tokens_BS, prompt_length_B, limit_B, stop_BQ) -> State``:
+      allocates the caches and runs the prompts through, ``chunk`` tokens at a time.
+      A row ends at ``min(limit, target.max_length)`` tokens, prompt included, or with
+      the first emitted token of its ``stop`` set, which is still emitted.
+    * ``propose(params, dparams, state) -> (Proposal, State)``.
+    * ``advance(params, dparams, state, proposal) -> (State, Info)``: verifies a proposal
+      from anywhere.
+    * ``step(params, dparams, state) -> (State, Info)``: the two together.
+    * ``run(params, dparams, state) -> State``: steps until every row has finished.
+    """
+
+    init: Callable[..., State]
+    propose: Callable[..., tuple[Proposal, State]]
+    advance: Callable[..., tuple[State, Info]]
+    step: Callable[..., tuple[State, Info]]
+    run: Callable[..., State]
+    nodes: int
+    chunk: int
+
+
+def make_decoder(target: Model, drafter: Drafter, verifier: Verifier, *, chunk: int = 64) -> Decoder:
+    """Build the compiled loop of a target, a drafter and a verification rule."""
+    paths = drafter.depth + 1
+
+    def init(params, dparams, tokens, prompt_length, limit, stop) -> State:
+        batch, slots = tokens.shape
+        limit = jnp.minimum(limit, target.max_length)
+        counts = jnp.zeros((batch, paths - 1), jnp.int32)
+        state = State(
+            cache=target.init_cache(batch, slots),
+            draft=drafter.init(dparams, batch, slots),
+            tokens=tokens,
+            length=prompt_length,
+            prompt_length=prompt_length,
+            limit=limit,
+            stop=stop,
+            finish=jnp.where(prompt_length < limit, RUNNING, LENGTH),
+            stats=Stats(jnp.zeros((batch,), jnp.int32), counts, counts),
+        )
+        return prefill(target, drafter, chunk, params, dparams, state)
+
+    def propose(params, dparams, state: State) -> tuple[Proposal, State]:
+        remaining = _remaining(state)
+        context = Context(state.length - 1, remaining)
+        proposal, draft = drafter.propose(dparams, state.draft, _root(state), context)
+        return proposal, state._replace(draft=draft)
+
+    def advance(params, dparams, state: State, proposal: Proposal) -> tuple[State, Info]:
+        # At most `remaining` tokens may be emitted, so nothing is drafted beyond them.
+        proposal = proposal._replace(count=jnp.clip(proposal.count, 1, jnp.maximum(_remaining(state), 1)))
+
+        def full(state):
+            return verify_round(target, drafter, verifier, params, dparams, state, proposal, paths)
+
+        if proposal.tokens.shape[1] == 1:
+            return full(state)
+
+        def root_only(state):
+            alone = Proposal(proposal.tokens[:, :1], tree.chain(state.length.shape[0], 1), proposal.count)
+            return verify_round(target, drafter, verifier, params, dparams, state, alone, paths)
+
+        drafted = jnp.any(proposal.count > 1)
+        return _either(drafted, full, root_only, state, _no_info(state, paths))
+
+    def step(params, dparams, state: State) -> tuple[State, Info]:
+        proposal, state = propose(params, dparams, state)
+        return advance(params, dparams, state, proposal)
+
+    def run(params, dparams, state: State) -> State:
+        def running(state):
+            return jnp.any(state.finish == RUNNING)
+
+        return jax.lax.while_loop(running, lambda state: step(params, dparams, state)[0], state)
+
+    def compiled(function):
+        return jax.jit(function, donate_argnums=2)
+
+    return Decoder(
+        init=jax.jit(init),
+        propose=compiled(propose),
+        advance=compiled(advance),
+        step=compiled(step),
+        run=compiled(run),
+        nodes=drafter.nodes,
+        chunk=chunk,
+    )
+
+
+def prefill(
+    target: Model, drafter: Drafter, chunk: int, params: Params, dparams: Params, state: State
+) -> State:
+    """Run x_0 .. x_{P-2} of each prompt through the target and all of it into the draft.
+
+    A chunk [s, e) brings the features f_s .. f_{e-1}, which predicted x_{s+1} .. x_e; so
+    the draft gets x_0 first, alone and with a feature of zeros. A prompt of one token
+    runs no target pass at all.
+    """
+    batch = state.length.shape[0]
+    last = state.length - 1
+    layout = tree.chain(batch, chunk)
+    feature = jnp.zeros((batch, 1, target.feature_width), jnp.float32)
+    first = Emitted(state.tokens[:, :1], jnp.minimum(state.length, 1), feature)
+    draft = drafter.absorb(dparams, state.draft, first)
+
+    def body(carry):
+        start, cache, draft = carry
+        count = jnp.clip(last - start, 0, chunk)
+        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, chunk, axis=1)
+        following = jax.lax.dynamic_slice_in_dim(jnp.roll(state.tokens, -1, axis=1), start, chunk, axis=1)
+        _, features, cache = target.forward(params, cache, tokens, layout)
+        draft = drafter.absorb(dparams, draft, Emitted(following, count, features))
+        return start + chunk, target.commit(cache, None, count), draft
+
+    def unfinished(carry):
+        return jnp.any(carry[0] < last)
+
+    _, cache, draft = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state.cache, draft))
+    return state._replace(cache=cache, draft=draft)
+
+
+def verify_round(
+    target: Model,
+    drafter: Drafter,
+    verifier: Verifier,
+    params: Params,
+    dparams: Params,
+    state: State,
+    proposal: Proposal,
+    paths: int,
+) -> tuple[State, Info]:
+    """One target pass over the proposal's nodes, and all that follows from it."""
+    hidden, features, cache = target.forward(params, state.cache, proposal.tokens, proposal.tree)
+    law = target.unembed(params, hidden)
+    verdict = verify(verifier, proposal, law, depth=min(paths, proposal.tokens.shape[1]) - 1)
+    tokens, count, finish = _emit(state, proposal, verdict)
+    emitted = Emitted(tokens, count, _along(features, verdict.path))
+    path = None if proposal.tree.mask is None else verdict.path
+    new = state._replace(
+        cache=target.commit(cache, path, count),
+        draft=drafter.absorb(dparams, state.draft, emitted),
+        tokens=ragged.append(state.tokens, state.length, tokens, count),
+        length=state.length + count,
+        finish=finish,
+    )
+    proposed, accepted = _depths(proposal, verdict, count, paths - 1)
+    active = (state.finish == RUNNING)[:, None]
+    proposed, accepted = proposed & active, accepted & active
+    stats = Stats(
+        state.stats.rounds + active[:, 0],
+        state.stats.proposed + proposed,
+        state.stats.accepted + accepted,
+    )
+    padded = jnp.pad(tokens, ((0, 0), (0, paths - tokens.shape[1])))
+    info = Info(padded, count, accepted.sum(1, dtype=jnp.int32), proposed.sum(1, dtype=jnp.int32), finish)
+    return new._replace(stats=stats), info
+
+
+def _emit(state: State, proposal: Proposal, verdict: Verdict):
+    """The tokens that a verdict adds, cut at the limit and after the first stop token."""
+    index = jnp.arange(verdict.path.shape[1])
+    drafted = _along(proposal.tokens, jnp.roll(verdict.path, -1, axis=1))
+    at_end = index == verdict.accepted[:, None]
+    tokens = jnp.where(at_end, verdict.next[:, None], drafted).astype(state.tokens.dtype)
+    count = jnp.minimum(verdict.accepted + verdict.ok, _remaining(state))
+    stops = jnp.any(tokens[:, :, None] == state.stop[:, None, :], axis=-1) & (index < count[:, None])
+    stopped = jnp.any(stops, axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count)
+    outcome = jnp.where(verdict.ok, RUNNING, ERROR)
+    outcome = jnp.where(state.length + count >= state.limit, LENGTH, outcome)
+    outcome = jnp.where(stopped, STOP, outcome)
+    return tokens, count, jnp.where(state.finish == RUNNING, outcome, state.finish)
+
+
+def _depths(
+    proposal: Proposal, verdict: Verdict, count: Int[Array, "B"], depth: int
+) -> tuple[Bool[Array, "B depth"], Bool[Array, "B depth"]]:
+    """At which depths drafts were submitted and accepted; none beyond a cut is counted."""
+    level = jnp.arange(1, depth + 1)
+    real = jnp.arange(proposal.tokens.shape[1]) < proposal.count[:, None]
+    there = real[:, None, :] & (proposal.tree.depth[:, None, :] == level[:, None])
+    whole = verdict.accepted + verdict.ok == count
+    in_text = whole[:, None] | (level <= count[:, None])
+    return jnp.any(there, axis=-1) & in_text, (level <= verdict.accepted[:, None]) & in_text
+
+
+def _along(values: Array, path: Int[Array, "B P"]) -> Array:
+    """Pick nodes of a [B, N, ...] array."""
+    index = path.reshape(*path.shape, *(1,) * (values.ndim - 2))
+    return jnp.take_along_axis(values, index, axis=1)
+
+
+def _root(state: State) -> Int[Array, "B"]:
+    return jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
+
+
+def _remaining(state: State) -> Int[Array, "B"]:
+    """How many tokens each row may still emit: 0 once it has finished."""
+    return jnp.where(state.finish == RUNNING, state.limit - state.length, 0)
+
+
+def _no_info(state: State, paths: int) -> Info:
+    zero = jnp.zeros_like(state.length)
+    return Info(jnp.zeros((zero.shape[0], paths), state.tokens.dtype), zero, zero, zero, state.finish)
+
+
+def _either(predicate: Array, yes: Callable, no: Callable, state: State, info: Info) -> tuple[State, Info]:
+    """``yes(state) if predicate else no(state)``, without copying the cache.
+
+    `lax.cond` over the cache copies it (jax 0.10); a loop of one trip or none does not.
+    """
+
+    def once(wanted, function, carry):
+        def body(carry):
+            return False, *function(carry[1])
+
+        return jax.lax.while_loop(lambda carry: carry[0], body, (wanted, *carry))[1:]
+
+    carry = once(predicate, yes, (state, info))
+    return once(~predicate, no, carry)
+
+
+@dataclass
+class Clock:
+    """Seconds spent in the two halves of `stream`'s rounds, device work included."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+
+    def timed(self, half: str, function: Callable[..., T], *args: Any) -> T:
+        start = time.perf_counter()
+        result = jax.block_until_ready(function(*args))
+        setattr(self, half, getattr(self, half) + time.perf_counter() - start)
+        return result
+
+
+def stream(
+    decoder: Decoder, params: Params, dparams: Params, state: State, clock: Clock | None = None
+) -> Iterator[tuple[State, Info]]:
+    """Yield after every round the state and, read to the host, what the round brought.
+
+    The same tokens as `Decoder.run`. A yielded state is good until the next round is
+    asked for. With a ``clock`` the two halves of a round are run apart and timed.
+    """
+    while True:
+        if clock is None:
+            state, info = decoder.step(params, dparams, state)
+        else:
+            proposal, state = clock.timed("draft", decoder.propose, params, dparams, state)
+            state, info = clock.timed("verify", decoder.advance, params, dparams, state, proposal)
+        info = fetch(info)
+        yield state, info
+        if (info.finish != RUNNING).all():
+            return
+
+
+host_reads = 0
+"""How often `fetch` has read from the device; the only function that does."""
+
+
+def fetch(values: T) -> T:
+    """Read a pytree of device arrays to the host, waiting for them, and count it."""
+    global host_reads
+    host_reads += 1
+    return jax.device_get(values)

@@ -1,0 +1,24 @@
+"""What a user did wrong, said in one line."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class JspecError(ValueError):
+    """A user's mistake: the message says in one line what is wrong, where, and what would be right."""
+
+
+class CannotWrite(JspecError):
+    """A file or folder that cannot be written; the message names it."""
+
+
+def optional(module: str) -> ModuleType:
+    """Import a module that only the ``hf`` extra installs; `JspecError` names the command if it is absent."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # the module is there and broken: hide nothing
+            raise
+        raise JspecError(f"the package {module!r} is not installed: pip install 'jspec[hf]'") from None

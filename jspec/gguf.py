@@ -1,0 +1,182 @@
+"""Reading GGUF files of the llama architecture, by the ``gguf`` package.
+
+A GGUF file is read as if it were a Hugging Face folder: its metadata become a
+config.json, its tensors get Hugging Face names, and the rows of the query and key
+projections, which GGUF permutes for interleaved RoPE, are put back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.checkpoint import Tensor
+from jspec.errors import JspecError, optional
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# config.json's keys and GGUF's, the latter without "llama."
+CONFIG = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+# Keys that are checked, or that say nothing about the maths.
+CHECKED = ("attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor")
+HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout")
+NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+
+
+class GgufFile:
+    """The tensors of a GGUF file under Hugging Face names, and its config.json.
+
+    Raises `JspecError` for a file that is corrupt, of another architecture, or that asks
+    for maths which a config.json of the llama family cannot express.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path, self.twice = Path(path), []  # the reader refuses a name held twice
+        self._gguf = optional("gguf")
+        try:
+            reader = self._gguf.GGUFReader(self.path)
+            # Values only: the reader's own form takes 150 MB for a vocabulary.
+            self.metadata = {name: field.contents() for name, field in reader.fields.items()}
+        except Exception as error:  # a corrupt file makes the reader fail in any of numpy's ways
+            raise JspecError(f"{path} is corrupt or not a GGUF file: {error}") from error
+        self._raw = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self.tensors = {name: self._describe(tensor) for name, tensor in self._raw.items()}
+        self.config = _config(self)
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of a tensor, de-quantised."""
+        tensor, rows = self._raw[name], slice(start, stop)
+        if (heads := self._permuted_heads(name)) is not None:
+            count = self.tensors[name].shape[0]
+            rows = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).ravel()[rows]
+        if len(tensor.shape) == 1:  # its blocks do not end where rows do
+            return self._gguf.dequantize(tensor.data, tensor.tensor_type)[rows]
+        return self._gguf.dequantize(tensor.data[rows], tensor.tensor_type)
+
+    def _permuted_heads(self, name: str) -> int | None:
+        if ".q_proj." in name:
+            return self.config["num_attention_heads"]
+        return self.config["num_key_value_heads"] if ".k_proj." in name else None
+
+    def _describe(self, tensor: Any) -> Tensor:
+        try:
+            _, block_bytes = self._gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+            self._gguf.dequantize(np.zeros((1, block_bytes), np.uint8), tensor.tensor_type)
+            readable = True
+        except NotImplementedError:
+            readable = False
+        return Tensor(tuple(int(n) for n in reversed(tensor.shape)), tensor.tensor_type.name, readable)
+
+
+def _hf_name(name: str) -> str:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; unknown names stay."""
+    stem, _, kind = name.rpartition(".")
+    if stem in TOP:
+        return f"{TOP[stem]}.{kind}"
+    blk, _, rest = stem.partition(".")
+    index, _, part = rest.partition(".")
+    if blk == "blk" and index.isdecimal() and part in IN_LAYER:
+        return f"model.layers.{index}.{IN_LAYER[part]}.{kind}"
+    return name
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
+    """The config.json that describes the same model."""
+    _refuse(file)
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+    }
+    for key, name in CONFIG.items():
+        if (value := file.metadata.get(f"llama.{name}")) is not None:
+            # The shortest decimal of a float32: 1e-05 for 9.999999747378752e-06
+            config[key] = float(str(np.float32(value))) if isinstance(value, float) else value
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        config.setdefault(name, config.get("num_attention_heads"))
+        if type(config[name]) is not int or config[name] < 1:
+            raise JspecError(
+                f"{file.path}: llama.{CONFIG[name]} = {config[name]!r} should be a positive integer"
+            )
+    if (embedding := file.tensors.get("model.embed_tokens.weight")) is not None:
+        config.setdefault("vocab_size", embedding.shape[0])
+    if (factor := _linear_factor(file)) is not None:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    config["tie_word_embeddings"] = "lm_head.weight" not in file.tensors
+    config["attention_bias"] = any(name.endswith("_proj.bias") and "attn" in name for name in file.tensors)
+    config["mlp_bias"] = any(name.endswith("_proj.bias") and "mlp" in name for name in file.tensors)
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        if (value := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[f"{name}_token_id"] = value
+    return config
+
+
+def _refuse(file: GgufFile) -> None:
+    """Raise for what changes the maths in a way that config.json cannot say."""
+    path, metadata = file.path, file.metadata
+    if (architecture := metadata.get("general.architecture")) != "llama":
+        raise JspecError(f"{path}: architecture {architecture!r} is not supported (supported: llama)")
+    if "rope_freqs.weight" in file.tensors:
+        raise JspecError(
+            f"{path}: rope_freqs.weight (llama3 RoPE scaling, baked in) is not supported: "
+            "load the model from its safetensors"
+        )
+    llama = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
+    _refuse_widths(path, llama)
+    for key in sorted(llama.keys() - {*CONFIG.values(), *CHECKED, *HARMLESS}):
+        if key not in NEUTRAL or llama[key] != NEUTRAL[key]:
+            raise JspecError(
+                f"{path}: llama.{key} = {llama[key]!r} is not known here and may change the maths"
+            )
+
+
+def _linear_factor(file: GgufFile) -> float | None:
+    """The number that positions are divided by, None for no scaling."""
+    factor = file.metadata.get("llama.rope.scaling.factor")
+    # llama.cpp takes a factor without a type as linear.
+    kind = file.metadata.get("llama.rope.scaling.type", "none" if factor is None else "linear")
+    if kind not in ("none", "linear"):
+        raise JspecError(
+            f"{file.path}: llama.rope.scaling.type {kind!r} is not supported (none and linear are)"
+        )
+    if kind == "none":
+        return None
+    if not isinstance(factor, float | int) or factor <= 0:
+        raise JspecError(f"{file.path}: llama.rope.scaling.factor = {factor!r} should be a positive number")
+    return factor
+
+
+def _refuse_widths(path: Path, llama: dict[str, Any]) -> None:
+    """Heads must be rotated over their whole width, and be as wide in values as in keys."""
+    width, heads = llama.get("embedding_length"), llama.get("attention.head_count")
+    if not (type(width) is int and type(heads) is int and heads > 0):
+        return  # the reader of the config says it better
+    channels = llama.get("attention.key_length", width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if llama.get(key, channels) != channels:
+            raise JspecError(
+                f"{path}: llama.{key} = {llama[key]!r} is not supported: heads have {channels} channels"
+            )

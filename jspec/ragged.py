@@ -1,0 +1,22 @@
+"""Rows of different lengths in one buffer."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def append(
+    buffer: Int[Array, "B S"], length: Int[Array, "B"], new: Int[Array, "B T"], count: Int[Array, "B"]
+) -> Int[Array, "B S"]:
+    """Write the first ``count`` of each row's new values after its own ``length``.
+
+    Writes nothing else and never clamps: what does not fit is left out.
+
+    >>> append(jnp.zeros((1, 5), int), jnp.array([2]), jnp.array([[7, 8, 9]]), jnp.array([2])).tolist()
+    [[0, 0, 7, 8, 0]]
+    """
+    offset = jnp.arange(buffer.shape[1]) - length[:, None]
+    values = jnp.take_along_axis(new, jnp.clip(offset, 0, new.shape[1] - 1), axis=1)
+    fresh = (offset >= 0) & (offset < count[:, None])
+    return jnp.where(fresh, values.astype(buffer.dtype), buffer)

@@ -1,0 +1,1 @@
+"""Drafting, verifying and the laws they keep."""

@@ -1,0 +1,1 @@
+"""One file a drafter; the contract is `jspec.types.Drafter`."""

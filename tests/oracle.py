@@ -1,0 +1,125 @@
+"""Slow, obvious references, and the small models that tests share."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import cache as kv
+from jspec import tree
+from jspec.models import llama, table
+from jspec.types import Context, Drafter, Emitted, Model, Proposal
+
+VOCAB = 32
+CONFIG = llama.Config(
+    vocab_size=VOCAB, width=24, mlp_width=32, layers=2, heads=4, kv_heads=2, channels=8, max_length=160
+)
+
+
+def random_params(tree_of_weights, seed: int = 0, scale: float = 0.4):
+    """Random params with the structure and the shapes of a weight description."""
+    leaves, structure = jax.tree.flatten(tree_of_weights)
+    rng = np.random.default_rng(seed)
+    arrays = [
+        jnp.asarray(scale * rng.standard_normal(leaf.shape) + (len(leaf.shape) == 1), jnp.float32)
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(structure, arrays)
+
+
+@functools.cache
+def tiny_llama(seed: int = 0, max_length: int = CONFIG.max_length) -> tuple[Model, dict]:
+    """A transformer small enough to compile in a second, whose texts do not settle at once."""
+    config = CONFIG.__class__(**{**CONFIG.__dict__, "max_length": max_length})
+    return llama.make(config), random_params(llama.weights(config), seed)
+
+
+@functools.cache
+def random_table(seed: int = 0, vocab: int = 7, order: int = 2) -> tuple[Model, jax.Array]:
+    """A random law over the last ``order`` tokens."""
+    shape = (vocab + 1,) * order + (vocab,)
+    return table.make(vocab, order), jax.random.normal(jax.random.key(seed), shape)
+
+
+def cycle_table(vocab: int = 5) -> tuple[Model, jax.Array]:
+    """Token t is followed by t + 1 mod V: a text of period V."""
+    following = (jnp.arange(vocab + 1) + 1) % vocab
+    return table.make(vocab, 1), jax.nn.one_hot(following, vocab) * 9.0
+
+
+@functools.cache
+def _score(model: Model, slots: int):
+    def last_logits(params, tokens, length):
+        hidden, _, _ = model.forward(params, model.init_cache(1, slots), tokens[None], tree.chain(1, slots))
+        return model.unembed(params, hidden[:, length - 1][:, None])[0, 0]
+
+    return jax.jit(last_logits)
+
+
+def greedy_text(model: Model, params, prompt, limit: int, stop=(), slots: int = 256) -> list[int]:
+    """Plain greedy decoding without a cache: the whole text is run again for every token."""
+    text = list(prompt)
+    while len(text) < min(limit, model.max_length):
+        padded = jnp.zeros((slots,), jnp.int32).at[: len(text)].set(jnp.asarray(text))
+        text.append(int(_score(model, slots)(params, padded, len(text)).argmax()))
+        if text[-1] in stop:
+            break
+    return text
+
+
+def pack(prompts, slots: int, stops=(), width: int = 2):
+    """Ragged prompts as arrays: tokens [B, S], lengths [B], stop table [B, Q]."""
+    tokens = np.zeros((len(prompts), slots), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    stop = np.full((len(prompts), width), -1, np.int32)
+    for row, ids in zip(stop, stops, strict=False):
+        row[: len(ids)] = ids
+    return tokens, np.array([len(p) for p in prompts], np.int32), stop
+
+
+def texts(state) -> list[list[int]]:
+    """Each row's tokens, without what lies beyond its length."""
+    lengths = np.asarray(state.length)
+    return [row[:n].tolist() for row, n in zip(np.asarray(state.tokens), lengths, strict=True)]
+
+
+def scripted(script, num_speculative_tokens: int) -> Drafter:
+    """A drafter that proposes ``script[row, position + 1 ...]``: perfect, wrong or anything between."""
+    script = jnp.asarray(script, jnp.int32)
+    nodes = num_speculative_tokens + 1
+
+    def init(params, batch, slots):
+        return ()
+
+    def absorb(params, state, emitted: Emitted):
+        return ()
+
+    def propose(params, state, root, context: Context):
+        batch = root.shape[0]
+        index = context.position[:, None] + 1 + jnp.arange(num_speculative_tokens)
+        drafts = jnp.take_along_axis(script, jnp.clip(index, 0, script.shape[1] - 1), axis=1)
+        tokens = jnp.concatenate([root[:, None], drafts], axis=1)
+        return Proposal(tokens, tree.chain(batch, nodes), jnp.full((batch,), nodes)), ()
+
+    return Drafter(init, absorb, propose, nodes=nodes, depth=num_speculative_tokens)
+
+
+def assert_cache_is_prefill(model: Model, params, state) -> None:
+    """Every committed entry equals that of a fresh pass over the text."""
+    slots = state.tokens.shape[1]
+    batch = state.tokens.shape[0]
+    length = np.asarray(state.cache.length)
+    _, _, fresh = model.forward(
+        params, model.init_cache(batch, slots), state.tokens, tree.chain(batch, slots)
+    )
+    if isinstance(fresh, kv.Cache):
+        for got, want in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(fresh.layers), strict=True):
+            for row, n in enumerate(length):
+                np.testing.assert_allclose(got[row, :, :n], want[row, :, :n], rtol=1e-4, atol=1e-5)
+    else:
+        for row, n in enumerate(length):
+            np.testing.assert_array_equal(state.cache.tokens[row, :n], fresh.tokens[row, :n])

@@ -1,0 +1,73 @@
+"""Every drafter of the conformance list: lossless under greedy verification, and useful."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from jspec import decode
+from jspec.sampling.verify import greedy
+from jspec.types import LENGTH, STOP
+from tests import oracle
+from tests.sampling.drafters.cases import CASES
+
+CHUNK, SLOTS = 8, 128
+# a one-token prompt beside ones of a chunk, just over one, and several
+PROMPTS = [[3], [5, 6], list(range(8)), list(range(9)), [4, 9, 2] * 9]
+LIMITS = [40, 2, 9, 60, 50]  # row 1 has nothing to write, row 2 one token
+
+
+@functools.cache
+def decoder_of(case, cycle=False):
+    model, params = oracle.cycle_table() if cycle else oracle.tiny_llama()
+    return decode.make_decoder(model, case.make(), greedy, chunk=CHUNK), model, params
+
+
+@functools.cache
+def expected(row, stop):
+    model, params = oracle.tiny_llama()
+    return oracle.greedy_text(model, params, PROMPTS[row], max(LIMITS[row], len(PROMPTS[row])), stop)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_greedy_equals_the_oracle(case):
+    """Ragged prompts, per-row limits and stop sets: each row is what plain decoding writes."""
+    decoder, _, params = decoder_of(case)
+    free = [expected(row, ()) for row in range(len(PROMPTS))]
+    # stop on a token from inside each text, so that it falls inside an accepted run
+    stops = [(), (), (), (free[3][25],), (free[4][33], free[4][40])]
+    tokens, lengths, stop = oracle.pack(PROMPTS, SLOTS, stops)
+    state = decoder.init(params, None, tokens, lengths, np.array(LIMITS), stop)
+    state = decoder.run(params, None, state)
+    wanted = [expected(row, stops[row]) for row in range(len(PROMPTS))]
+    assert oracle.texts(state) == wanted
+    ended = [STOP if text[-1] in ids and ids else LENGTH for text, ids in zip(wanted, stops, strict=True)]
+    assert np.asarray(state.finish).tolist() == ended
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_batch_of_b_is_b_batches_of_one(case):
+    decoder, _, params = decoder_of(case)
+    tokens, lengths, stop = oracle.pack(PROMPTS, SLOTS)
+    limits = np.array([30, 12, 20, 31, 45])
+    together = decoder.run(params, None, decoder.init(params, None, tokens, lengths, limits, stop))
+    alone = []
+    for row in range(len(PROMPTS)):
+        one = slice(row, row + 1)
+        state = decoder.init(params, None, tokens[one], lengths[one], limits[one], stop[one])
+        alone += oracle.texts(decoder.run(params, None, state))
+    assert oracle.texts(together) == alone
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_floor_on_acceptance(case):
+    """Lossless is not enough: an off-by-one in the shift accepts nothing and is still lossless."""
+    decoder, _, params = decoder_of(case, cycle=True)
+    tokens, lengths, stop = oracle.pack([[0, 1, 2, 3, 4] * 2 + [0]], SLOTS)
+    state = decoder.init(params, None, tokens, lengths, lengths + 60, stop)
+    state = decoder.run(params, None, state)
+    accepted, proposed = state.stats.accepted.sum(), state.stats.proposed.sum()
+    assert accepted >= case.cycle_floor * proposed
+    assert proposed > 0 or case.cycle_floor == 0
+    per_pass = 60 / int(state.stats.rounds[0])
+    assert per_pass == pytest.approx(decoder.nodes if case.cycle_floor == 1 else 1, rel=0.1)

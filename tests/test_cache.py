@@ -1,0 +1,48 @@
+"""The cache: capacity, ragged writes that drop what does not fit, commits of paths."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import cache as kv
+
+
+def entries(rng, batch, rows, heads=2, channels=4):
+    return jnp.array(rng.standard_normal((batch, rows, heads, channels)), jnp.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_write_reaches_its_slots_and_no_committed_one(rows):
+    rng = np.random.default_rng(0)
+    entry = kv.init(1, 3, 2, 10, 4, jnp.float32).layers[0]
+    length = jnp.array([0, 4, 9])
+    keys = entries(rng, 3, rows)
+    new = kv.write(entry, keys, keys + 1, length)
+    for row, start in enumerate(length.tolist()):
+        fit = min(rows, 10 - start)
+        got = new.keys[row, :, start : start + fit]
+        np.testing.assert_array_equal(got, keys[row, :fit].swapaxes(0, 1))
+        assert not new.keys[row, :, :start].any()
+    np.testing.assert_array_equal(new.values[0, :, :rows], keys[0].swapaxes(0, 1) + 1)
+
+
+def test_commit_of_a_path_compacts_it():
+    rng = np.random.default_rng(1)
+    cache = kv.init(2, 2, 2, 12, 4, jnp.float32)._replace(length=jnp.array([3, 5]))
+    keys = entries(rng, 2, 5)
+    layers = tuple(kv.write(e, keys, 2 * keys, cache.length) for e in cache.layers)
+    path, count = jnp.array([[0, 2, 4], [0, 3, 0]]), jnp.array([3, 2])
+    new = kv.commit(cache._replace(layers=layers), path, count)
+    assert new.length.tolist() == [6, 7]
+    for entry in new.layers:
+        for row, nodes in enumerate([[0, 2, 4], [0, 3]]):
+            start = int(cache.length[row])
+            got = entry.keys[row, :, start : start + len(nodes)]
+            np.testing.assert_array_equal(got, keys[row, jnp.array(nodes)].swapaxes(0, 1))
+            np.testing.assert_array_equal(entry.values[row, :, start : start + len(nodes)], 2 * got)
+
+
+def test_capacity_leaves_room_for_the_scratch_of_finished_rows():
+    for prompt, new, nodes, chunk in [(1, 1, 1, 64), (1000, 24, 5, 512), (100, 200, 65, 64)]:
+        slots = kv.capacity(prompt, new, nodes, chunk)
+        assert slots >= prompt + new + max(nodes, chunk) and slots % 64 == 0
