@@ -74,11 +74,12 @@ def load(path: str | Path, dtype: Any = jnp.float32) -> Checkpoint:
     device. Raises `JspecError` for a path, config or tensor that does not fit.
     """
     path = _locate(Path(path).expanduser())
-    if path.suffix == ".gguf":
+    source: Source
+    if path.is_file():  # a .gguf file
         from jspec.gguf import GgufFile
 
-        source: Source = GgufFile(path)
-        config = source.config
+        file = GgufFile(path)
+        config, source = file.config, file
     else:
         config, source = read_config(path), SafetensorsFolder(path)
     family = FAMILIES[config["model_type"]]

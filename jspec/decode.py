@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jspec import ragged, tree
 from jspec.sampling.verify import Verifier, verify
@@ -285,24 +285,31 @@ class Clock:
         return result
 
 
+def one_round(
+    decoder: Decoder, params: Params, dparams: Params, state: State, clock: Clock | None = None
+) -> tuple[State, Info]:
+    """`Decoder.step`, with its info read to the host; with a ``clock`` in two timed halves."""
+    if clock is None:
+        state, info = decoder.step(params, dparams, state)
+    else:
+        proposal, state = clock.timed("draft", decoder.propose, params, dparams, state)
+        state, info = clock.timed("verify", decoder.advance, params, dparams, state, proposal)
+    return state, fetch(info)
+
+
 def stream(
     decoder: Decoder, params: Params, dparams: Params, state: State, clock: Clock | None = None
 ) -> Iterator[tuple[State, Info]]:
     """Yield after every round the state and, read to the host, what the round brought.
 
     The same tokens as `Decoder.run`. A yielded state is good until the next round is
-    asked for. With a ``clock`` the two halves of a round are run apart and timed.
+    asked for.
     """
-    while True:
-        if clock is None:
-            state, info = decoder.step(params, dparams, state)
-        else:
-            proposal, state = clock.timed("draft", decoder.propose, params, dparams, state)
-            state, info = clock.timed("verify", decoder.advance, params, dparams, state, proposal)
-        info = fetch(info)
+    running = True
+    while running:
+        state, info = one_round(decoder, params, dparams, state, clock)
         yield state, info
-        if (info.finish != RUNNING).all():
-            return
+        running = (info.finish == RUNNING).any()
 
 
 host_reads = 0

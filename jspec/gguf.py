@@ -54,7 +54,8 @@ class GgufFile:
     """
 
     def __init__(self, path: str | Path):
-        self.path, self.twice = Path(path), []  # the reader refuses a name held twice
+        self.path = Path(path)
+        self.twice: list[str] = []  # the reader refuses a name held twice
         self._gguf = optional("gguf")
         try:
             reader = self._gguf.GGUFReader(self.path)
@@ -68,10 +69,11 @@ class GgufFile:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop of a tensor, de-quantised."""
-        tensor, rows = self._raw[name], slice(start, stop)
+        tensor = self._raw[name]
+        rows: slice | np.ndarray = slice(start, stop)
         if (heads := self._permuted_heads(name)) is not None:
             count = self.tensors[name].shape[0]
-            rows = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).ravel()[rows]
+            rows = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).ravel()[start:stop]
         if len(tensor.shape) == 1:  # its blocks do not end where rows do
             return self._gguf.dequantize(tensor.data, tensor.tensor_type)[rows]
         return self._gguf.dequantize(tensor.data[rows], tensor.tensor_type)

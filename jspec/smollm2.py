@@ -82,11 +82,12 @@ def build_tokenizer(file: GgufFile) -> Any:
     Byte-level BPE in which each digit stands alone; control tokens are special.
     """
     tokenizers, transformers = optional("tokenizers"), import_transformers()
-    kind = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
+    metadata = file.metadata
+    kind = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
         raise JspecError(f"{file.path}: tokenizer {kind} is not supported (only ('gpt2', 'smollm') is)")
-    tokens, types = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in file.metadata.get("tokenizer.ggml.merges")]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     split = tokenizers.pre_tokenizers
@@ -97,10 +98,10 @@ def build_tokenizer(file: GgufFile) -> Any:
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
     core.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in special])
     named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=core,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         model_max_length=file.config["max_position_embeddings"],
         **{f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},

@@ -128,11 +128,16 @@ class Detokenizer:
         self.stopped = False
 
     @property
+    def text(self) -> str:
+        """All the text that was returned so far."""
+        return "".join(self._text)
+
+    @property
     def tokens_used(self) -> int:
         """How many of the pushed tokens make the text: those of a stop string, and after it, do not count."""
         if not self.stopped:
             return len(self._ids)
-        text = "".join(self._text)
+        text = self.text
 
         def makes_text(count: int) -> bool:
             return self._decode(self._ids[:count]).startswith(text)

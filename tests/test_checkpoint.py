@@ -147,7 +147,7 @@ def test_save_refuses_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(JspecError, match="m already exists and is not empty"):
         checkpoint.save_params(tmp_path / "m", CONFIG, loaded.params, weights)
     (tmp_path / "file").write_text("")
-    with pytest.raises(JspecError, match="cannot write .*file/copy"):
+    with pytest.raises(JspecError, match=r"cannot write .*file/copy"):
         checkpoint.save_params(tmp_path / "file" / "copy", CONFIG, loaded.params, weights)
 
     def killed(*args, **kwargs):

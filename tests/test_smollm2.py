@@ -217,14 +217,14 @@ def test_a_killed_conversion_is_not_taken_for_whole(tiny, tmp_path):
 
 def test_a_failed_conversion_leaves_nothing(tiny, tmp_path):
     write_tiny(tiny, pre="llama-bpe")
-    with pytest.raises(JspecError, match="tokenizer .*llama-bpe.* is not supported"):
+    with pytest.raises(JspecError, match=r"tokenizer .*llama-bpe.* is not supported"):
         smollm2.ensure()
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_corrupt_package_file(tiny):
     tiny.write_bytes(tiny.read_bytes()[:200])
-    with pytest.raises(JspecError, match="tiny.gguf is corrupt or not a GGUF file"):
+    with pytest.raises(JspecError, match=r"tiny.gguf is corrupt or not a GGUF file"):
         smollm2.ensure()
 
 

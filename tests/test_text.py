@@ -117,11 +117,9 @@ def test_stream_equals_decode(kind, request):
         for group in groups(ids, rng):
             shown += stream.push(group)
             assert expected.startswith(shown)
-        assert stream.tokens_used <= len(ids)
         shown += stream.finish()
         assert shown == expected, (ids, stops)
         assert stream.stopped == (expected != full)
-        assert stream.push(ids) == "" or not stream.stopped
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,10 +141,9 @@ def test_tokens_used_of_one_push(bytelevel):
     """A round pushes the stop string and more at once."""
     parts = [bytelevel.encode(t) for t in ("the tea", "near", " the end")]
     stream = Detokenizer(bytelevel, ["near"])
-    assert stream.push(sum(parts, [])) == "the tea"
+    assert stream.push([i for part in parts for i in part]) == "the tea"
     assert stream.stopped and stream.tokens_used == len(parts[0])
     assert stream.push(parts[0]) == "" == stream.finish()
-    assert stream.tokens_used == len(parts[0])
 
 
 def test_half_characters_are_held(bytelevel):
@@ -179,6 +176,9 @@ def test_what_may_begin_a_stop_string_is_held(bytelevel):
     assert stream.push(bytelevel.encode("tea the en")) == "tea "
     assert not stream.stopped
     assert stream.push(bytelevel.encode("d")) == "the end"
+    assert (
+        Detokenizer(bytelevel, "near").push(bytelevel.encode("the near end")) == "the "
+    )  # one, as a plain text
 
 
 def test_the_earliest_start_wins(bytelevel):
@@ -192,11 +192,6 @@ def test_the_earliest_start_wins(bytelevel):
     stream = Detokenizer(bytelevel, ["bcde", "cd"])
     assert stream.push(bytelevel.encode("abcd")) + stream.finish() == "ab" and stream.stopped
     assert stream.tokens_used == 2
-
-
-def test_one_stop_string_may_be_a_plain_text(bytelevel):
-    stream = Detokenizer(bytelevel, "near")
-    assert stream.push(bytelevel.encode("the near end")) == "the "
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
@@ -249,15 +244,16 @@ def test_encode_prompt_without_template(bytefallback):
 
 def test_encode_prompt_refuses(bytelevel):
     pytest.importorskip("jinja2")
-    for prompt in ("", []):
-        with pytest.raises(JspecError, match="the prompt is empty"):
-            encode_prompt(bytelevel, prompt)
+    nothing = wrap(tokenizers.Tokenizer(tokenizers.models.BPE()))  # an empty vocabulary
+    for tokenizer, prompt, part in (bytelevel, "", ""), (bytelevel, [], ""), (nothing, "ab", "has no tokens"):
+        with pytest.raises(JspecError, match=part or "the prompt is empty"):
+            encode_prompt(tokenizer, prompt)
     with pytest.raises(JspecError, match="list of messages, but raw was asked for"):
         encode_prompt(bytelevel, [{"role": "user", "content": "ab"}], raw=True)
     with pytest.raises(JspecError, match="message 1 should have a 'role' and a 'content'"):
         encode_prompt(bytelevel, [{"role": "user", "content": "ab"}, {"content": "ab"}])
     strict = wrap(bytelevel.backend_tokenizer, chat_template="{{ raise_exception('no system\nplease') }}")
-    with pytest.raises(JspecError, match="the chat template does not take this prompt: no system$"):
+    with pytest.raises(JspecError, match=r"the chat template does not take this prompt: no system$"):
         encode_prompt(strict, "ab")
 
 
@@ -296,10 +292,8 @@ def test_stop_ids(bytelevel, tmp_path):
 @pytest.mark.parametrize("value", ["</s>", -1, [1, "x"], True, 1.5])
 def test_malformed_stop_ids(bytelevel, tmp_path, value):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(
-        JspecError, match="config.json: eos_token_id = .* should be a token id or a list of them"
-    ):
+    with pytest.raises(JspecError, match=r"config.json: eos_token_id = .* should be a token id or a list"):
         stop_ids(tmp_path, bytelevel)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(JspecError, match="config.json is not JSON"):
+    with pytest.raises(JspecError, match=r"config.json is not JSON"):
         stop_ids(tmp_path, bytelevel)

@@ -1,0 +1,42 @@
+"""The `jspec` command. Every user's mistake is one line on stderr and a non-zero exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+import jax
+
+from jspec.cli.demo import demo
+from jspec.cli.generate import generate
+from jspec.errors import JspecError
+from jspec.smollm2 import cache_folder
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="jspec")
+def cli() -> None:
+    """Speculative decoding in JAX: the target's own text, in fewer passes."""
+
+
+cli.add_command(generate)
+cli.add_command(demo)
+
+
+def main() -> None:
+    """Run the command; compiled programs are kept for the next call."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    try:
+        cli.main(prog_name="jspec", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as mistake:
+        mistake.show()
+        sys.exit(mistake.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except JspecError as mistake:
+        click.echo(f"jspec: {mistake}", err=True)
+        sys.exit(1)

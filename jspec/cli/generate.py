@@ -1,0 +1,100 @@
+"""`jspec generate`: text as it comes, then one line of truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jspec import api
+from jspec.checkpoint import DTYPES
+from jspec.errors import JspecError
+from jspec.metrics import Metrics
+
+
+@click.command()
+@click.option("--target", default="smollm2", show_default=True, metavar="smollm2|FOLDER|FILE.gguf")
+@click.option("--prompt", help="The prompt.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 file.")
+@click.option("--raw", is_flag=True, help="No chat template: continue the prompt as it is.")
+@click.option("--draft", default="ngram", show_default=True, metavar="|".join(api.DRAFTS))
+@click.option("--num-speculative-tokens", default=4, show_default=True, metavar="K", help="Drafts a round.")
+@click.option("--max-new-tokens", default=256, show_default=True, metavar="N")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", *DTYPES]))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **options: Any) -> None:
+    """Write what follows a prompt, greedily.
+
+    The text goes to stdout; the line of counts and times, at the end, to stderr.
+    """
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("give either --prompt or --prompt-file")
+    text = prompt if prompt_file is None else read_prompt(prompt_file)
+
+    def show(piece: api.Piece) -> None:
+        if not as_json:
+            click.echo(piece.text, nl=False)
+
+    result = api.generate(text, on_piece=show, **options)
+    if as_json:
+        click.echo(json.dumps(to_dict(result)))
+    else:
+        click.echo()
+        click.echo(truth(result.metrics), err=True)
+    if result.finish_reason == "error":
+        raise JspecError("the target's logits became NaN or infinite: the text ends before them")
+
+
+def read_prompt(path: Path) -> str:
+    """The text of a prompt file; JspecError if there is none or it is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise JspecError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+    except OSError as error:
+        raise JspecError(f"cannot read the prompt file {path}: {error.strerror}") from None
+
+
+def to_dict(result: api.Generation) -> dict[str, Any]:
+    """The JSON form of an answer."""
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "metrics": result.metrics.to_dict(),
+    }
+
+
+def truth(metrics: Metrics) -> str:
+    """What the generation cost, on one line; and a second one where speculation hardly helped."""
+    parts = [
+        f"{metrics.num_tokens} tokens in {metrics.num_target_passes} target passes",
+        f"accept length {metrics.accept_length:.2f} (bonus counted)",
+    ]
+    rate = metrics.acceptance_rate
+    if rate is not None:
+        places = " ".join(f"{share:.0%}" for share in metrics.acceptance_per_position if share is not None)
+        drafts = f"{metrics.num_accepted_tokens}/{metrics.num_draft_tokens}"
+        parts += [f"acceptance {rate:.0%} ({drafts} drafts; by position {places})"]
+    if metrics.tokens_per_second is not None:
+        parts += [f"{metrics.tokens_per_second:.1f} tokens/s"]
+    seconds = metrics.seconds
+    if seconds is not None and seconds.rest is not None:
+        halves = {"draft": seconds.draft, "verify": seconds.verify, "rest": seconds.rest}
+        split = ", ".join(f"{name} {part / seconds.decode:.0%}" for name, part in halves.items())
+        before = f"before it prefill {seconds.prefill:.2f} s, compile {seconds.compile:.1f} s"
+        parts += [f"time {seconds.decode:.2f} s: {split}; {before}"]
+    line = " | ".join(parts)
+    return line if rate is None or rate >= 0.5 else f"{line}\n{advice(metrics)}"
+
+
+def advice(metrics: Metrics) -> str:
+    """What an acceptance rate under one half means and what to try."""
+    return (
+        f"Only {metrics.acceptance_rate:.0%} of the drafts were accepted: the text is the same, but each refused "
+        "draft made a pass dearer. N-gram drafts pay where the answer repeats the prompt or itself (edits, "
+        "summaries, code); try a smaller --num-speculative-tokens, or --draft none for free prose."
+    )
