@@ -148,8 +148,8 @@ def _request(target: Target, drafter: Drafter, prompts: list[list[int]], max_new
     context = target.model.max_length
     length = np.array([len(p) for p in prompts], np.int32)
     if (length >= context).any():
-        row = int(np.argmax(length))
-        raise JspecError(f"prompt {row} has {length[row]} tokens; the target's context holds {context}")
+        worst = int(np.argmax(length))
+        raise JspecError(f"prompt {worst} has {length[worst]} tokens; the target's context holds {context}")
     limit = np.minimum(length + max_new_tokens, context).astype(np.int32)
     decoder = _decoder(target.model, drafter)
     new_tokens = int((limit - length).max())
@@ -226,14 +226,14 @@ def _stream(
     running = True
     while running:
         state, info = decode.one_round(request.decoder, request.target.params, None, state, clock)
-        ended = [_push(row, index, info, on_piece, overshoot) for index, row in enumerate(rows)]
-        finish = np.where(ended, STOP, info.finish)
-        running = bool((finish == RUNNING).any())
-        if (finish != info.finish).any():
-            state = state._replace(finish=jnp.asarray(finish))
-    length, finish, tokens, stats = decode.fetch((state.length, state.finish, state.tokens, state.stats))
+        ended = [r.stopped or _push(r, index, info, on_piece, overshoot) for index, r in enumerate(rows)]
+        codes = np.where(ended, STOP, info.finish)
+        running = bool((codes == RUNNING).any())
+        if (codes != info.finish).any():
+            state = state._replace(finish=jnp.asarray(codes))
+    tokens, length, finish, read = decode.fetch((state.tokens, state.length, state.finish, state.stats))
     seconds = Seconds(compiled, prefilled, time.perf_counter() - began, clock.draft, clock.verify)
-    stats = jax.tree.map(np.array, stats)
+    stats = jax.tree.map(np.array, read)
     for index, counted, info in overshoot:  # nothing is counted after a stop string
         stats.proposed[index, counted : info.proposed[index]] -= 1
         stats.accepted[index, counted : info.accepted[index]] -= 1
@@ -248,8 +248,6 @@ def _push(
     overshoot: list[tuple[int, int, Info]],
 ) -> bool:
     """Give a row the tokens of a round; True once it has met a stop string."""
-    if row.stopped:
-        return True
     for at, token in enumerate(info.tokens[index, : info.count[index]].tolist()):
         piece = row.push([token])
         if piece and on_piece:

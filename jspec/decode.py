@@ -305,11 +305,11 @@ def stream(
     The same tokens as `Decoder.run`. A yielded state is good until the next round is
     asked for.
     """
-    running = True
-    while running:
+    while True:
         state, info = one_round(decoder, params, dparams, state, clock)
         yield state, info
-        running = (info.finish == RUNNING).any()
+        if (info.finish != RUNNING).all():
+            return
 
 
 host_reads = 0

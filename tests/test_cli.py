@@ -37,7 +37,16 @@ def test_generate_streams_the_text_and_then_the_truth(jspec, folder):
     assert code == 0 and out == expected.text + "\n"
     line = err.splitlines()[0]
     assert line.startswith(f"24 tokens in {expected.metrics.num_target_passes} target passes | accept length")
-    for part in ("(bonus counted)", "acceptance", "by position", "tokens/s", "draft", "verify", "rest", "prefill"):
+    for part in (
+        "(bonus counted)",
+        "acceptance",
+        "by position",
+        "tokens/s",
+        "draft",
+        "verify",
+        "rest",
+        "prefill",
+    ):
         assert part in line
     low = expected.metrics.acceptance_rate < 0.5
     assert ("--draft none" in err) == low

@@ -54,9 +54,12 @@ def test_the_prompts_are_what_they_should_be():
 
 def test_greedy_ids_equal_transformers(target, plain):
     for row, result in zip(ROWS, plain, strict=True):
-        assert target.tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
-        ) == row["prompt_ids"]
+        assert (
+            target.tokenizer.apply_chat_template(
+                [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
+            )
+            == row["prompt_ids"]
+        )
         assert_same_up_to_ties(result.tokens, row)
 
 

@@ -10,7 +10,7 @@ from jspec import api
 from jspec.cli.generate import truth
 
 DRAFTED, BY_TARGET = "bold green", "default"
-CODE = '''class Stack:
+CODE = """class Stack:
     def __init__(self):
         self.items = []
 
@@ -19,7 +19,7 @@ CODE = '''class Stack:
 
     def pop(self):
         return self.items.pop()
-'''
+"""
 FOREST = (
     "The Amazon rainforest is the largest tropical rainforest in the world. It covers more than five million "
     "square kilometers across nine countries. It is home to about ten percent of all species on Earth. "

@@ -30,9 +30,12 @@ def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **opti
 
     The text goes to stdout; the line of counts and times, at the end, to stderr.
     """
-    if (prompt is None) == (prompt_file is None):
+    if prompt is not None and prompt_file is None:
+        text = prompt
+    elif prompt is None and prompt_file is not None:
+        text = read_prompt(prompt_file)
+    else:
         raise click.UsageError("give either --prompt or --prompt-file")
-    text = prompt if prompt_file is None else read_prompt(prompt_file)
 
     def show(piece: api.Piece) -> None:
         if not as_json:
@@ -84,7 +87,7 @@ def truth(metrics: Metrics) -> str:
     seconds = metrics.seconds
     if seconds is not None and seconds.rest is not None:
         halves = {"draft": seconds.draft, "verify": seconds.verify, "rest": seconds.rest}
-        split = ", ".join(f"{name} {part / seconds.decode:.0%}" for name, part in halves.items())
+        split = ", ".join(f"{name} {(part or 0.0) / seconds.decode:.0%}" for name, part in halves.items())
         before = f"before it prefill {seconds.prefill:.2f} s, compile {seconds.compile:.1f} s"
         parts += [f"time {seconds.decode:.2f} s: {split}; {before}"]
     line = " | ".join(parts)
@@ -94,7 +97,7 @@ def truth(metrics: Metrics) -> str:
 def advice(metrics: Metrics) -> str:
     """What an acceptance rate under one half means and what to try."""
     return (
-        f"Only {metrics.acceptance_rate:.0%} of the drafts were accepted: the text is the same, but each refused "
-        "draft made a pass dearer. N-gram drafts pay where the answer repeats the prompt or itself (edits, "
+        f"Only {metrics.acceptance_rate:.0%} of the drafts were accepted: the text is the same, but each "
+        "refused draft made a pass dearer. N-gram drafts pay where the answer repeats the prompt or itself (edits, "
         "summaries, code); try a smaller --num-speculative-tokens, or --draft none for free prose."
     )

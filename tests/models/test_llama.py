@@ -97,7 +97,10 @@ def config_of(**changes):
         (dict(sliding_window=4096), "sliding_window = 4096 changes the maths"),
         (dict(quantization_config={"bits": 4}), "quantization_config = .* changes the maths"),
         (dict(num_experts=8), "num_experts = 8 changes the maths"),
-        (dict(rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type = 'yarn' .*default, linear and llama3"),
+        (
+            dict(rope_scaling={"type": "yarn", "factor": 4.0}),
+            "rope_type = 'yarn' .*default, linear and llama3",
+        ),
         (dict(rope_scaling={"type": "llama3", "factor": 4.0}), "has no 'low_freq_factor'"),
         (dict(hidden_size=...), "config.json has no 'hidden_size'"),
         (dict(num_hidden_layers="2"), "num_hidden_layers = '2' should be a positive integer"),
@@ -118,7 +121,9 @@ def test_a_key_that_nobody_knows_is_a_warning():
 
 
 def test_old_and_new_ways_to_write_rope_mean_the_same():
-    new = llama.from_hf(config_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}))
+    new = llama.from_hf(
+        config_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0})
+    )
     old = llama.from_hf(
         config_of(rope_parameters=..., rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})
     )
