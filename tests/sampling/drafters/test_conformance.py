@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -32,12 +33,11 @@ def expected(row, stop):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_greedy_equals_the_oracle(case):
     """Ragged prompts, per-row limits and stop sets: each row is what plain decoding writes."""
-    decoder, _, params = decoder_of(case)
+    decoder, model, params = decoder_of(case)
     free = [expected(row, ()) for row in range(len(PROMPTS))]
     # stop on a token from inside each text, so that it falls inside an accepted run
     stops = [(), (), (), (free[3][25],), (free[4][33], free[4][40])]
-    tokens, lengths, stop = oracle.pack(PROMPTS, SLOTS, stops)
-    state = decoder.init(params, None, tokens, lengths, np.array(LIMITS), stop)
+    state = decoder.init(params, None, oracle.request(model, PROMPTS, SLOTS, LIMITS, stops))
     state = decoder.run(params, None, state)
     wanted = [expected(row, stops[row]) for row in range(len(PROMPTS))]
     assert oracle.texts(state) == wanted
@@ -47,24 +47,22 @@ def test_greedy_equals_the_oracle(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batch_of_b_is_b_batches_of_one(case):
-    decoder, _, params = decoder_of(case)
-    tokens, lengths, stop = oracle.pack(PROMPTS, SLOTS)
-    limits = np.array([30, 12, 20, 31, 45])
-    together = decoder.run(params, None, decoder.init(params, None, tokens, lengths, limits, stop))
+    decoder, model, params = decoder_of(case)
+    limits = [30, 12, 20, 31, 45]
+    request = oracle.request(model, PROMPTS, SLOTS, limits)
+    together = decoder.run(params, None, decoder.init(params, None, request))
     alone = []
     for row in range(len(PROMPTS)):
-        one = slice(row, row + 1)
-        state = decoder.init(params, None, tokens[one], lengths[one], limits[one], stop[one])
-        alone += oracle.texts(decoder.run(params, None, state))
+        one = jax.tree.map(lambda x, row=row: x[row : row + 1], request)
+        alone += oracle.texts(decoder.run(params, None, decoder.init(params, None, one)))
     assert oracle.texts(together) == alone
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_floor_on_acceptance(case):
     """Lossless is not enough: an off-by-one in the shift accepts nothing and is still lossless."""
-    decoder, _, params = decoder_of(case, cycle=True)
-    tokens, lengths, stop = oracle.pack([[0, 1, 2, 3, 4] * 2 + [0]], SLOTS)
-    state = decoder.init(params, None, tokens, lengths, lengths + 60, stop)
+    decoder, model, params = decoder_of(case, cycle=True)
+    state = decoder.init(params, None, oracle.request(model, [[0, 1, 2, 3, 4] * 2 + [0]], SLOTS, 71))
     state = decoder.run(params, None, state)
     accepted, proposed = state.stats.accepted.sum(), state.stats.proposed.sum()
     assert accepted >= case.cycle_floor * proposed
