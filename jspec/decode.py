@@ -3,27 +3,26 @@
 `make_decoder` takes a target, a drafter and a verification rule, all values, and gives
 pure functions: ``init`` a state from prompts, ``propose`` and ``advance`` it, both at
 once as ``step``, or to the end as ``run``, one `lax.while_loop` with nothing returned
-to the host. `stream` is a Python loop around the same step.
+to the host. (`jspec.stream` is a Python loop around the same step.)
 
-Static: the three values, B, S (token slots), Q (stop ids), N, P and ``chunk``. Traced:
-tokens, lengths, limits and stop ids, so that other requests of the same shape never
-compile again. A cache holds ``slots >= prompt + new tokens + max(N, chunk)`` entries
+Static: the three values, B, S (token slots), Q (stop ids), N, P, ``chunk`` and
+``logprobs``. Traced: all of a `Request`, so that others of the same shape never compile
+again. A cache holds ``slots >= prompt + new tokens + max(N, chunk)`` entries
 (`jspec.cache.capacity`); ``tokens`` has as many slots.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jspec import ragged, tree
-from jspec.sampling.verify import Verifier, verify
+from jspec.sampling import keys, policy
+from jspec.sampling.verify import Verifier, check_legal, verify
 from jspec.types import (
     ERROR,
     LENGTH,
@@ -33,15 +32,15 @@ from jspec.types import (
     Drafter,
     Emitted,
     Info,
+    Logprobs,
     Model,
     Params,
     Proposal,
+    Request,
     State,
     Stats,
     Verdict,
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +49,10 @@ class Decoder:
 
     A state that is passed in is given away (donated): use the one that comes back.
 
-    * ``init(params, dparams, tokens_BS, prompt_length_B, limit_B, stop_BQ) -> State``:
-      allocates the caches and runs the prompts through, ``chunk`` tokens at a time.
-      A row ends at ``min(limit, target.max_length)`` tokens, prompt included, or with
-      the first emitted token of its ``stop`` set, which is still emitted.
+    * ``init(params, dparams, request) -> State``: allocates the caches and runs the
+      prompts through, ``chunk`` tokens at a time. A row ends at ``min(limit,
+      target.max_length)`` tokens, prompt included, or with the first emitted token of
+      its ``stop`` set, which is still emitted.
     * ``propose(params, dparams, state) -> (Proposal, State)``.
     * ``advance(params, dparams, state, proposal) -> (State, Info)``: verifies a proposal
       from anywhere.
@@ -70,31 +69,34 @@ class Decoder:
     chunk: int
 
 
-def make_decoder(target: Model, drafter: Drafter, verifier: Verifier, *, chunk: int = 64) -> Decoder:
-    """Build the compiled loop of a target, a drafter and a verification rule."""
-    paths = drafter.depth + 1
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The static values that a loop is made of."""
 
-    def init(params, dparams, tokens, prompt_length, limit, stop) -> State:
-        batch, slots = tokens.shape
-        limit = jnp.minimum(limit, target.max_length)
-        counts = jnp.zeros((batch, paths - 1), jnp.int32)
-        state = State(
-            cache=target.init_cache(batch, slots),
-            draft=drafter.init(dparams, batch, slots),
-            tokens=tokens,
-            length=prompt_length,
-            prompt_length=prompt_length,
-            limit=limit,
-            stop=stop,
-            finish=jnp.where(prompt_length < limit, RUNNING, LENGTH),
-            stats=Stats(jnp.zeros((batch,), jnp.int32), counts, counts),
-        )
-        return prefill(target, drafter, chunk, params, dparams, state)
+    target: Model
+    drafter: Drafter
+    verifier: Verifier
+    chunk: int
+    logprobs: bool
+
+    @property
+    def paths(self) -> int:
+        return self.drafter.depth + 1
+
+
+def make_decoder(
+    target: Model, drafter: Drafter, verifier: Verifier, *, chunk: int = 64, logprobs: bool = False
+) -> Decoder:
+    """Build the compiled loop of a target, a drafter and a verification rule.
+
+    ``logprobs``: keep those of the emitted tokens in ``state.logprobs``. Raises
+    `JspecError` for a drafter and a rule that do not fit together.
+    """
+    check_legal(verifier, drafter.growth)
+    parts = Parts(target, drafter, verifier, chunk, logprobs)
 
     def propose(params, dparams, state: State) -> tuple[Proposal, State]:
-        remaining = _remaining(state)
-        context = Context(state.length - 1, remaining)
-        proposal, draft = drafter.propose(dparams, state.draft, _root(state), context)
+        proposal, draft = drafter.propose(dparams, state.draft, _root(state), _context(verifier, state))
         return proposal, state._replace(draft=draft)
 
     def advance(params, dparams, state: State, proposal: Proposal) -> tuple[State, Info]:
@@ -102,17 +104,17 @@ def make_decoder(target: Model, drafter: Drafter, verifier: Verifier, *, chunk: 
         proposal = proposal._replace(count=jnp.clip(proposal.count, 1, jnp.maximum(_remaining(state), 1)))
 
         def full(state):
-            return verify_round(target, drafter, verifier, params, dparams, state, proposal, paths)
+            return verify_round(parts, params, dparams, state, proposal)
 
         if proposal.tokens.shape[1] == 1:
             return full(state)
 
         def root_only(state):
             alone = Proposal(proposal.tokens[:, :1], tree.chain(state.length.shape[0], 1), proposal.count)
-            return verify_round(target, drafter, verifier, params, dparams, state, alone, paths)
+            return verify_round(parts, params, dparams, state, alone)
 
         drafted = jnp.any(proposal.count > 1)
-        return _either(drafted, full, root_only, state, _no_info(state, paths))
+        return _either(drafted, full, root_only, state, _no_info(state, parts.paths))
 
     def step(params, dparams, state: State) -> tuple[State, Info]:
         proposal, state = propose(params, dparams, state)
@@ -128,7 +130,7 @@ def make_decoder(target: Model, drafter: Drafter, verifier: Verifier, *, chunk: 
         return jax.jit(function, donate_argnums=2)
 
     return Decoder(
-        init=jax.jit(init),
+        init=jax.jit(lambda params, dparams, request: start(parts, params, dparams, request)),
         propose=compiled(propose),
         advance=compiled(advance),
         step=compiled(step),
@@ -138,15 +140,37 @@ def make_decoder(target: Model, drafter: Drafter, verifier: Verifier, *, chunk: 
     )
 
 
-def prefill(
-    target: Model, drafter: Drafter, chunk: int, params: Params, dparams: Params, state: State
-) -> State:
+def start(parts: Parts, params: Params, dparams: Params, request: Request) -> State:
+    """Allocate the caches and run the prompts through."""
+    batch, slots = request.tokens.shape
+    limit = jnp.minimum(request.limit, parts.target.max_length)
+    counts = jnp.zeros((batch, parts.paths - 1), jnp.int32)
+    nothing = jnp.zeros((batch, slots), jnp.float32)
+    state = State(
+        cache=parts.target.init_cache(batch, slots),
+        draft=parts.drafter.init(dparams, batch, slots),
+        tokens=request.tokens,
+        length=request.length,
+        prompt_length=request.length,
+        limit=limit,
+        stop=request.stop,
+        policy=request.policy,
+        key=request.key,
+        finish=jnp.where(request.length < limit, RUNNING, LENGTH),
+        stats=Stats(jnp.zeros((batch,), jnp.int32), counts, counts),
+        logprobs=Logprobs(nothing, nothing) if parts.logprobs else None,
+    )
+    return prefill(parts, params, dparams, state)
+
+
+def prefill(parts: Parts, params: Params, dparams: Params, state: State) -> State:
     """Run x_0 .. x_{P-2} of each prompt through the target and all of it into the draft.
 
     A chunk [s, e) brings the features f_s .. f_{e-1}, which predicted x_{s+1} .. x_e; so
     the draft gets x_0 first, alone and with a feature of zeros. A prompt of one token
     runs no target pass at all.
     """
+    target, drafter, chunk = parts.target, parts.drafter, parts.chunk
     batch = state.length.shape[0]
     last = state.length - 1
     layout = tree.chain(batch, chunk)
@@ -171,30 +195,18 @@ def prefill(
 
 
 def verify_round(
-    target: Model,
-    drafter: Drafter,
-    verifier: Verifier,
-    params: Params,
-    dparams: Params,
-    state: State,
-    proposal: Proposal,
-    paths: int,
+    parts: Parts, params: Params, dparams: Params, state: State, proposal: Proposal
 ) -> tuple[State, Info]:
     """One target pass over the proposal's nodes, and all that follows from it."""
-    hidden, features, cache = target.forward(params, state.cache, proposal.tokens, proposal.tree)
-    law = target.unembed(params, hidden)
-    verdict = verify(verifier, proposal, law, depth=min(paths, proposal.tokens.shape[1]) - 1)
+    hidden, features, cache = parts.target.forward(params, state.cache, proposal.tokens, proposal.tree)
+    logits = parts.target.unembed(params, hidden)
+    law = policy.apply(state.policy, _history(state), proposal.tokens, proposal.tree, logits)
+    depth = min(parts.paths, proposal.tokens.shape[1]) - 1
+    verdict = verify(parts.verifier, state.key, state.length - 1, proposal, law, depth=depth)
     tokens, count, finish = _emit(state, proposal, verdict)
     emitted = Emitted(tokens, count, _along(features, verdict.path))
     path = None if proposal.tree.mask is None else verdict.path
-    new = state._replace(
-        cache=target.commit(cache, path, count),
-        draft=drafter.absorb(dparams, state.draft, emitted),
-        tokens=ragged.append(state.tokens, state.length, tokens, count),
-        length=state.length + count,
-        finish=finish,
-    )
-    proposed, accepted = _depths(proposal, verdict, count, paths - 1)
+    proposed, accepted = _depths(proposal, verdict, count, parts.paths - 1)
     active = (state.finish == RUNNING)[:, None]
     proposed, accepted = proposed & active, accepted & active
     stats = Stats(
@@ -202,9 +214,36 @@ def verify_round(
         state.stats.proposed + proposed,
         state.stats.accepted + accepted,
     )
-    padded = jnp.pad(tokens, ((0, 0), (0, paths - tokens.shape[1])))
+    new = state._replace(
+        cache=parts.target.commit(cache, path, count),
+        draft=parts.drafter.absorb(dparams, state.draft, emitted),
+        tokens=ragged.append(state.tokens, state.length, tokens, count),
+        length=state.length + count,
+        finish=finish,
+        stats=stats,
+        logprobs=_logprobs(state, logits, law, verdict.path, tokens, count),
+    )
+    padded = jnp.pad(tokens, ((0, 0), (0, parts.paths - tokens.shape[1])))
     info = Info(padded, count, accepted.sum(1, dtype=jnp.int32), proposed.sum(1, dtype=jnp.int32), finish)
-    return new._replace(stats=stats), info
+    return new, info
+
+
+def _logprobs(
+    state: State, logits: Array, law: Array, path: Array, tokens: Array, count: Array
+) -> Logprobs | None:
+    """Add those of the emitted tokens, each under the law of the node that it follows."""
+    if state.logprobs is None:
+        return None
+
+    def of(values: Array) -> Array:
+        rows = jnp.take_along_axis(_along(values, path), tokens[:, :, None], axis=2)
+        return rows[:, :, 0].astype(jnp.float32)
+
+    raw = of(logits) - _along(jax.nn.logsumexp(logits, axis=-1), path)
+    return Logprobs(
+        ragged.append(state.logprobs.processed, state.length, of(law), count),
+        ragged.append(state.logprobs.raw, state.length, raw, count),
+    )
 
 
 def _emit(state: State, proposal: Proposal, verdict: Verdict):
@@ -241,6 +280,20 @@ def _along(values: Array, path: Int[Array, "B P"]) -> Array:
     return jnp.take_along_axis(values, index, axis=1)
 
 
+def _history(state: State) -> policy.History:
+    return policy.History(state.tokens, state.length, state.prompt_length, state.stop)
+
+
+def _context(verifier: Verifier, state: State) -> Context:
+    """A drafter's noise is its own, except under the coupled rule, where it is the target's."""
+    position = state.length - 1
+    if verifier.coupled:
+        key, offset = keys.coupled_keys(state.key), position
+    else:
+        key, offset = keys.draft_keys(state.key, position), jnp.zeros_like(position)
+    return Context(position, state.policy, _history(state), key, offset)
+
+
 def _root(state: State) -> Int[Array, "B"]:
     return jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
 
@@ -269,55 +322,3 @@ def _either(predicate: Array, yes: Callable, no: Callable, state: State, info: I
 
     carry = once(predicate, yes, (state, info))
     return once(~predicate, no, carry)
-
-
-@dataclass
-class Clock:
-    """Seconds spent in the two halves of `stream`'s rounds, device work included."""
-
-    draft: float = 0.0
-    verify: float = 0.0
-
-    def timed(self, half: str, function: Callable[..., T], *args: Any) -> T:
-        start = time.perf_counter()
-        result = jax.block_until_ready(function(*args))
-        setattr(self, half, getattr(self, half) + time.perf_counter() - start)
-        return result
-
-
-def one_round(
-    decoder: Decoder, params: Params, dparams: Params, state: State, clock: Clock | None = None
-) -> tuple[State, Info]:
-    """`Decoder.step`, with its info read to the host; with a ``clock`` in two timed halves."""
-    if clock is None:
-        state, info = decoder.step(params, dparams, state)
-    else:
-        proposal, state = clock.timed("draft", decoder.propose, params, dparams, state)
-        state, info = clock.timed("verify", decoder.advance, params, dparams, state, proposal)
-    return state, fetch(info)
-
-
-def stream(
-    decoder: Decoder, params: Params, dparams: Params, state: State, clock: Clock | None = None
-) -> Iterator[tuple[State, Info]]:
-    """Yield after every round the state and, read to the host, what the round brought.
-
-    The same tokens as `Decoder.run`. A yielded state is good until the next round is
-    asked for.
-    """
-    while True:
-        state, info = one_round(decoder, params, dparams, state, clock)
-        yield state, info
-        if (info.finish != RUNNING).all():
-            return
-
-
-host_reads = 0
-"""How often `fetch` has read from the device; the only function that does."""
-
-
-def fetch(values: T) -> T:
-    """Read a pytree of device arrays to the host, waiting for them, and count it."""
-    global host_reads
-    host_reads += 1
-    return jax.device_get(values)

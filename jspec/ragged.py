@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 
 def append(
-    buffer: Int[Array, "B S"], length: Int[Array, "B"], new: Int[Array, "B T"], count: Int[Array, "B"]
-) -> Int[Array, "B S"]:
+    buffer: Shaped[Array, "B S"], length: Int[Array, "B"], new: Shaped[Array, "B T"], count: Int[Array, "B"]
+) -> Shaped[Array, "B S"]:
     """Write the first ``count`` of each row's new values after its own ``length``.
 
     Writes nothing else and never clamps: what does not fit is left out.

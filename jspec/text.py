@@ -86,6 +86,23 @@ def stop_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def check_same_vocabulary(target: Any, draft: Any) -> None:
+    """Raise `JspecError` unless each id that both tokenizers have is the same text in both.
+
+    One may have more ids than the other, as models of one family do (padded embeddings,
+    added tokens); the ids that differ are named.
+    """
+    common = range(min(len(target), len(draft)))
+    pairs = zip(target.convert_ids_to_tokens(common), draft.convert_ids_to_tokens(common), strict=True)
+    differ = [index for index, (ours, theirs) in enumerate(pairs) if ours != theirs]
+    if differ:
+        some = ", ".join(map(str, differ[:5])) + (", ..." if len(differ) > 5 else "")
+        raise JspecError(
+            f"the draft has another tokenizer than the target: {len(differ)} of {len(common)} ids are "
+            f"other tokens (ids {some}); use a draft of the same family"
+        )
+
+
 def _encode_chat(tokenizer: Any, prompt: Prompt) -> list[int]:
     optional("jinja2")  # transformers needs it here and does not install it
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

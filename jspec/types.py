@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Params = Any
 """A pytree of arrays. Always an argument, never captured in a closure."""
@@ -65,11 +65,28 @@ class Emitted(NamedTuple):
     features: Float[Array, "B T E"]  # at the position that PREDICTED each token
 
 
+class Request(NamedTuple):
+    """What is asked for each row; everything may differ between rows, nothing is static."""
+
+    tokens: Int[Array, "B S"]  # the prompt, in a buffer with room for all that follows
+    length: Int[Array, "B"]  # of the prompt
+    limit: Int[Array, "B"]  # the length, prompt included, at which a row ends
+    stop: Int[Array, "B Q"]  # token ids that end a row; -1 fills the table
+    policy: Any  # jspec.sampling.policy.Policy: the rows of the target law
+    key: UInt32[Array, "B 2"]  # jspec.sampling.keys.row_keys
+
+
 class Context(NamedTuple):
-    """What a drafter may look at besides its own state. Never the verifier's keys."""
+    """What a drafter may look at besides its own state. Never the verifier's keys.
+
+    The token at depth d of a tree is drawn with ``fold_in(wrap(key), offset + d)``.
+    """
 
     position: Int[Array, "B"]  # of the root
-    remaining: Int[Array, "B"]  # tokens the row may still emit; 0 when it has finished
+    policy: Any  # jspec.sampling.policy.Policy
+    history: Any  # jspec.sampling.policy.History: the text up to the root
+    key: UInt32[Array, "B 2"]
+    offset: Int[Array, "B"]
 
 
 class Stats(NamedTuple):
@@ -78,6 +95,13 @@ class Stats(NamedTuple):
     rounds: Int[Array, "B"]  # target passes the row took part in
     proposed: Int[Array, "B depth"]  # drafts submitted at depth 1, 2, ...
     accepted: Int[Array, "B depth"]  # drafts accepted at depth 1, 2, ...
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of the probability that each emitted token had; 0 in prompt slots."""
+
+    processed: Float[Array, "B S"]  # under the policy: the law it was drawn from
+    raw: Float[Array, "B S"]  # under the model's own softmax
 
 
 class State(NamedTuple):
@@ -93,9 +117,12 @@ class State(NamedTuple):
     length: Int[Array, "B"]  # prompt and emitted tokens
     prompt_length: Int[Array, "B"]
     limit: Int[Array, "B"]  # the length at which a row ends
-    stop: Int[Array, "B Q"]  # token ids that end a row; -1 fills the table
+    stop: Int[Array, "B Q"]
+    policy: Any
+    key: UInt32[Array, "B 2"]
     finish: Int[Array, "B"]  # RUNNING, STOP, LENGTH or ERROR
     stats: Stats
+    logprobs: Logprobs | None  # of the emitted tokens, where the decoder was built to keep them
 
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
@@ -146,6 +173,7 @@ class Drafter:
       prompt token comes with a feature of zeros.
     * ``propose(params, S, root_B, context) -> (proposal, S)`` may scribble beyond its
       length, but may not move it. N = ``nodes`` and P = ``depth + 1`` are static.
+    * ``growth``: "chain" or "tree"; `jspec.sampling.verify` says which rules judge which.
     """
 
     init: Callable[..., Any]
@@ -153,3 +181,4 @@ class Drafter:
     propose: Callable[..., tuple[Proposal, Any]]
     nodes: int
     depth: int
+    growth: str = "chain"

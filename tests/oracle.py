@@ -11,7 +11,8 @@ import numpy as np
 from jspec import cache as kv
 from jspec import tree
 from jspec.models import llama, table
-from jspec.types import Context, Drafter, Emitted, Model, Proposal
+from jspec.sampling import keys, policy
+from jspec.types import Context, Drafter, Emitted, Model, Proposal, Request
 
 VOCAB = 32
 CONFIG = llama.Config(
@@ -70,15 +71,19 @@ def greedy_text(model: Model, params, prompt, limit: int, stop=(), slots: int = 
     return text
 
 
-def pack(prompts, slots: int, stops=(), width: int = 2):
-    """Ragged prompts as arrays: tokens [B, S], lengths [B], stop table [B, Q]."""
+def request(model: Model, prompts, slots: int, limits, stops=(), seeds=None, width: int = 2, **sampling):
+    """Ragged prompts as a `Request`; greedy unless settings of the policy are given."""
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     stop = np.full((len(prompts), width), -1, np.int32)
     for row, ids in zip(stop, stops, strict=False):
         row[: len(ids)] = ids
-    return tokens, np.array([len(p) for p in prompts], np.int32), stop
+    rows = policy.make(len(prompts), model.vocab_size, **{"temperature": 0.0, **sampling})
+    key = keys.row_keys(seeds if seeds is not None else range(len(prompts)), len(prompts))
+    length = jnp.array([len(p) for p in prompts], jnp.int32)
+    limit = jnp.broadcast_to(jnp.asarray(limits, jnp.int32), length.shape)
+    return Request(jnp.asarray(tokens), length, limit, jnp.asarray(stop), rows, key)
 
 
 def texts(state) -> list[list[int]]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jspec import api, cli
+from jspec import cli, generation
 from tests import tiny
 
 
@@ -33,7 +33,7 @@ def jspec(monkeypatch, capsys):
 
 def test_generate_streams_the_text_and_then_the_truth(jspec, folder):
     code, out, err = jspec("generate", "--target", folder, "--prompt", "the cat, the", "--max-new-tokens", 24)
-    expected = api.generate("the cat, the", target=folder, max_new_tokens=24)
+    expected = generation.generate("the cat, the", target=folder, max_new_tokens=24)
     assert code == 0 and out == expected.text + "\n"
     line = err.splitlines()[0]
     assert line.startswith(f"24 tokens in {expected.metrics.num_target_passes} target passes | accept length")
@@ -64,7 +64,7 @@ def test_generate_as_json_is_one_object(jspec, folder, tmp_path):
 
 
 def test_stop_strings_and_raw_reach_the_loop(jspec, folder):
-    free = api.generate("abc", target=folder, max_new_tokens=24, raw=True).text
+    free = generation.generate("abc", target=folder, max_new_tokens=24, raw=True).text
     options = ("--target", folder, "--raw", "--max-new-tokens", 24, "--stop", free[7:10], "--stop", "never")
     code, out, _ = jspec("generate", "--prompt", "abc", *options)
     assert code == 0 and out == free.split(free[7:10])[0] + "\n"

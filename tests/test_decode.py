@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import cache as kv
-from jspec import decode, tree
+from jspec import decode, stream, tree
 from jspec.sampling.drafters.ngram import ngram
 from jspec.sampling.drafters.none import none
 from jspec.sampling.verify import Verifier, greedy
@@ -31,9 +31,9 @@ def perfect(prompt, limit, k, spoil=None, max_length=160):
     return decode.make_decoder(model, drafter, greedy, chunk=8), params, text
 
 
-def start(decoder, params, prompts, limits, stops=()):
-    tokens, lengths, stop = oracle.pack(prompts, SLOTS, stops)
-    return decoder.init(params, None, tokens, lengths, np.asarray(limits, np.int32), stop)
+def start(decoder, params, prompts, limits, stops=(), model=None):
+    model = model or oracle.tiny_llama()[0]
+    return decoder.init(params, None, oracle.request(model, prompts, SLOTS, limits, stops))
 
 
 def test_a_perfect_draft_gives_k_plus_one_tokens_a_pass():
@@ -70,7 +70,7 @@ def test_the_context_ends_at_its_last_position():
     decoder, params, text = perfect((1, 2, 3), 500, 4, max_length=20)
     state = start(decoder, params, [[1, 2, 3]], [500])
     proposed = []
-    for state, info in decode.stream(decoder, params, None, state):
+    for state, info in stream.stream(decoder, params, None, state):
         proposed.append(int(info.proposed[0]))
     assert len(text) == 20 and oracle.texts(state) == [text]
     assert state.finish.tolist() == [LENGTH]
@@ -91,10 +91,10 @@ def test_run_is_stream_with_and_without_a_clock(drafter):
     decoder = decode.make_decoder(model, drafter, greedy, chunk=8)
     prompts, limits = [[1], [4, 9, 2] * 5], [30, 40]
     ran = decoder.run(params, None, start(decoder, params, prompts, limits))
-    for clock in (None, decode.Clock()):
+    for clock in (None, stream.Clock()):
         rows, state = [list(p) for p in prompts], start(decoder, params, prompts, limits)
         accepted = np.zeros(2, int)
-        for state, info in decode.stream(decoder, params, None, state, clock):
+        for state, info in stream.stream(decoder, params, None, state, clock):
             accepted += info.accepted
             for row, tokens, count in zip(rows, info.tokens, info.count, strict=True):
                 row += tokens[:count].tolist()
@@ -130,7 +130,7 @@ def test_cache_after_random_rounds_is_a_fresh_prefill(make, branching):
     prompts, limit, nodes = [[1], [4, 3, 2] * 5], 60, 7
     wanted = [oracle.greedy_text(model, params, p, limit) for p in prompts]
     decoder = decode.make_decoder(model, oracle.scripted(np.zeros((2, SLOTS)), nodes - 1), greedy, chunk=8)
-    state = start(decoder, params, prompts, [limit] * 2)
+    state = start(decoder, params, prompts, [limit] * 2, (), model)
     parent = [-1, 0, 0, 1, 2, 4, 5] if branching else list(range(-1, nodes - 1))
     layout = tree.from_parents(jnp.tile(jnp.array(parent), (2, 1))) if branching else tree.chain(2, nodes)
     lengths_seen = set()
@@ -157,7 +157,7 @@ def test_a_law_that_is_no_law_ends_its_row_and_no_other():
     model, params = oracle.cycle_table(5)
     params = params.at[3].set(jnp.nan)  # what follows a 3 is undefined
     decoder = decode.make_decoder(model, oracle.scripted(np.arange(SLOTS)[None] % 5, 4), greedy, chunk=8)
-    state = start(decoder, params, [[0], [4]], [30, 30], [(), (2,)])
+    state = start(decoder, params, [[0], [4]], [30, 30], [(), (2,)], model)
     state = decoder.run(params, None, state)
     assert oracle.texts(state) == [[0, 1, 2, 3], [4, 0, 1, 2]]  # accepted drafts before it stand
     assert state.finish.tolist() == [ERROR, STOP]
@@ -167,7 +167,7 @@ def test_a_law_that_is_no_law_ends_its_row_and_no_other():
 def test_infinite_and_empty_laws_are_errors_too(bad):
     model, params = oracle.cycle_table(5)
     decoder = decode.make_decoder(model, none(), greedy)
-    state = start(decoder, params.at[1].set(bad), [[0]], [30])
+    state = start(decoder, params.at[1].set(bad), [[0]], [30], (), model)
     assert decoder.run(params.at[1].set(bad), None, state).finish.tolist() == [ERROR]
 
 
@@ -187,11 +187,11 @@ def test_one_program_serves_all_requests_of_a_shape():
 def test_a_generation_reads_the_device_once():
     model, params = oracle.tiny_llama()
     decoder = decode.make_decoder(model, ngram(3), greedy, chunk=8)
-    before = decode.host_reads
+    before = stream.host_reads
     state = decoder.run(params, None, start(decoder, params, [[1, 2]], [40]))
-    assert decode.host_reads == before
-    decode.fetch((state.tokens, state.length, state.finish, state.stats))
-    assert decode.host_reads == before + 1
+    assert stream.host_reads == before
+    stream.fetch((state.tokens, state.length, state.finish, state.stats))
+    assert stream.host_reads == before + 1
 
 
 def test_a_round_without_a_proposal_costs_a_one_row_pass():

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import api, tree
+import jspec
+from jspec import tree
 
 HERE = Path(__file__).parent
 ROWS = [json.loads(line) for line in (HERE / "golden_smollm2.json").read_text().splitlines()]
@@ -16,13 +17,13 @@ TIE = 1e-3  # top-2 margin under which two correct float32 programs may differ
 
 @pytest.fixture(scope="module")
 def target():
-    return api.load("smollm2", "float32")
+    return jspec.load("smollm2", "float32")
 
 
 @pytest.fixture(scope="module")
 def plain(target):
     prompts = [row["prompt"] for row in ROWS]
-    return api.generate(prompts, target=target, draft="none", max_new_tokens=48)
+    return jspec.generate(prompts, target=target, draft="none", max_new_tokens=48)
 
 
 def assert_same_up_to_ties(tokens: list[int], row: dict) -> None:
@@ -65,11 +66,11 @@ def test_greedy_ids_equal_transformers(target, plain):
 
 def test_ngram_text_equals_plain_text(target, plain):
     """In a batch the rounds are wide, alone they are narrow: each against transformers, and each other."""
-    batch = api.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=48)
+    batch = jspec.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=48)
     for row, one, other in zip(ROWS, plain, batch, strict=True):
         assert_same_up_to_ties(other.tokens, row)
         if min(row["margins"]) > TIE:
             assert one.text == other.text
     assert sum(r.metrics.num_accepted_tokens for r in batch) > 0
-    alone = api.generate(ROWS[0]["prompt"], target=target, max_new_tokens=48)
+    alone = jspec.generate(ROWS[0]["prompt"], target=target, max_new_tokens=48)
     assert_same_up_to_ties(alone.tokens, ROWS[0])

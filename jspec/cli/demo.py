@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from jspec import api
+from jspec import generation, targets
 from jspec.cli.generate import truth
 
 DRAFTED, BY_TARGET = "bold green", "default"
@@ -42,7 +42,7 @@ def demo(target: str, max_new_tokens: int) -> None:
     """Watch a real model write with n-gram drafts, and compare with plain decoding."""
     console = Console(highlight=False)
     console.print(f"Loading {target} ...")
-    loaded = api.load(target)
+    loaded = targets.load(target)
     console.print(
         Text.assemble(
             ("Green", DRAFTED), " tokens were guessed by the draft and verified; the others the target wrote."
@@ -55,16 +55,16 @@ def demo(target: str, max_new_tokens: int) -> None:
         show(console, loaded, prompt, max_new_tokens)
 
 
-def show(console: Console, target: api.Target, prompt: str, max_new_tokens: int) -> None:
+def show(console: Console, target: targets.Target, prompt: str, max_new_tokens: int) -> None:
     """One prompt, decoded with drafts in colour and then plainly."""
 
-    def colour(piece: api.Piece) -> None:
+    def colour(piece: generation.Piece) -> None:
         console.print(Text(piece.text, style=DRAFTED if piece.drafted else BY_TARGET), end="", soft_wrap=True)
 
-    with_drafts = api.generate(prompt, target=target, max_new_tokens=max_new_tokens, on_piece=colour)
+    with_drafts = generation.generate(prompt, target=target, max_new_tokens=max_new_tokens, on_piece=colour)
     console.print("\n")
     console.print(f"n-gram: {truth(with_drafts.metrics)}", style="cyan", markup=False)
-    plain = api.generate(
+    plain = generation.generate(
         prompt, target=target, draft="none", max_new_tokens=max_new_tokens, on_piece=lambda piece: None
     )
     console.print(f"plain:  {truth(plain.metrics)}", style="cyan", markup=False)

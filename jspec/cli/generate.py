@@ -8,10 +8,19 @@ from typing import Any
 
 import click
 
-from jspec import api
+from jspec import generation
 from jspec.checkpoint import DTYPES
 from jspec.errors import JspecError
 from jspec.metrics import Metrics
+from jspec.types import Logprobs
+
+
+def bias(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    """``ID:BIAS`` options as a dict."""
+    try:
+        return {int(token): float(value) for token, value in (one.split(":") for one in values)}
+    except ValueError:
+        raise click.BadParameter(f"{values!r}: write TOKEN_ID:BIAS, for instance 42:-5") from None
 
 
 @click.command()
@@ -19,14 +28,38 @@ from jspec.metrics import Metrics
 @click.option("--prompt", help="The prompt.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 file.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as it is.")
-@click.option("--draft", default="ngram", show_default=True, metavar="|".join(api.DRAFTS))
+@click.option(
+    "--draft",
+    default="ngram",
+    show_default=True,
+    metavar="none|ngram|self:LAYERS|FOLDER",
+    help="What guesses: nothing, the text so far, the target's first layers, another model.",
+)
 @click.option("--num-speculative-tokens", default=4, show_default=True, metavar="K", help="Drafts a round.")
 @click.option("--max-new-tokens", default=256, show_default=True, metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", *DTYPES]))
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", default=0, show_default=True, help="0 is off.")
+@click.option("--top-p", default=1.0, show_default=True, help="1 is off.")
+@click.option("--min-p", default=0.0, show_default=True, help="0 is off.")
+@click.option("--repetition-penalty", default=1.0, show_default=True, help="Prompt and answer; 1 is off.")
+@click.option("--presence-penalty", default=0.0, show_default=True, help="Answer only; 0 is off.")
+@click.option("--frequency-penalty", default=0.0, show_default=True, help="Answer only; 0 is off.")
+@click.option("--min-new-tokens", default=0, show_default=True, help="No stop token before so many.")
+@click.option("--logit-bias", multiple=True, metavar="ID:BIAS", callback=bias, help="May be repeated.")
+@click.option("--seed", type=int, help="The same seed writes the same text; default: a fresh one.")
+@click.option(
+    "--verifier",
+    default="token",
+    show_default=True,
+    type=click.Choice(["token", "block", "coupled"]),
+    help="coupled: the same text whatever the draft.",
+)
+@click.option("--logprobs", is_flag=True, help="Add the log-probability of each token.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **options: Any) -> None:
-    """Write what follows a prompt, greedily.
+    """Write what follows a prompt: greedily, or drawn from exactly the target's law.
 
     The text goes to stdout; the line of counts and times, at the end, to stderr.
     """
@@ -37,18 +70,26 @@ def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **opti
     else:
         raise click.UsageError("give either --prompt or --prompt-file")
 
-    def show(piece: api.Piece) -> None:
+    def show(piece: generation.Piece) -> None:
         if not as_json:
             click.echo(piece.text, nl=False)
 
-    result = api.generate(text, on_piece=show, **options)
+    result = generation.generate(text, on_piece=show, **options)
     if as_json:
         click.echo(json.dumps(to_dict(result)))
     else:
         click.echo()
         click.echo(truth(result.metrics), err=True)
+        if result.logprobs:
+            click.echo("\n".join(logprob_lines(result.tokens, result.logprobs)), err=True)
     if result.finish_reason == "error":
         raise JspecError("the target's logits became NaN or infinite: the text ends before them")
+
+
+def logprob_lines(tokens: list[int], logprobs: Logprobs) -> list[str]:
+    """One line a token: its id, its log-probability under the settings, and under the model alone."""
+    rows = zip(tokens, *logprobs, strict=True)
+    return ["  token  processed        raw", *(f"{t:7d} {p:10.4f} {r:10.4f}" for t, p, r in rows)]
 
 
 def read_prompt(path: Path) -> str:
@@ -61,14 +102,15 @@ def read_prompt(path: Path) -> str:
         raise JspecError(f"cannot read the prompt file {path}: {error.strerror}") from None
 
 
-def to_dict(result: api.Generation) -> dict[str, Any]:
+def to_dict(result: generation.Generation) -> dict[str, Any]:
     """The JSON form of an answer."""
-    return {
+    answer = {
         "text": result.text,
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
         "metrics": result.metrics.to_dict(),
     }
+    return answer | ({"logprobs": result.logprobs._asdict()} if result.logprobs else {})
 
 
 def truth(metrics: Metrics) -> str:
@@ -98,6 +140,7 @@ def advice(metrics: Metrics) -> str:
     """What an acceptance rate under one half means and what to try."""
     return (
         f"Only {metrics.acceptance_rate:.0%} of the drafts were accepted: the text is the same, but each "
-        "refused draft made a pass dearer. N-gram drafts pay where the answer repeats the prompt or itself (edits, "
-        "summaries, code); try a smaller --num-speculative-tokens, or --draft none for free prose."
+        "refused draft made a pass dearer. N-gram drafts pay where the answer repeats the prompt or "
+        "itself (edits, summaries, code); try a smaller --num-speculative-tokens, or --draft none for "
+        "free prose."
     )

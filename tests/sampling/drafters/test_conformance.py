@@ -21,7 +21,8 @@ LIMITS = [40, 2, 9, 60, 50]  # row 1 has nothing to write, row 2 one token
 @functools.cache
 def decoder_of(case, cycle=False):
     model, params = oracle.cycle_table() if cycle else oracle.tiny_llama()
-    return decode.make_decoder(model, case.make(), greedy, chunk=CHUNK), model, params
+    drafter, dparams = case.make(model, params)
+    return decode.make_decoder(model, drafter, greedy, chunk=CHUNK), model, params, dparams
 
 
 @functools.cache
@@ -33,12 +34,12 @@ def expected(row, stop):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_greedy_equals_the_oracle(case):
     """Ragged prompts, per-row limits and stop sets: each row is what plain decoding writes."""
-    decoder, model, params = decoder_of(case)
+    decoder, model, params, dparams = decoder_of(case)
     free = [expected(row, ()) for row in range(len(PROMPTS))]
     # stop on a token from inside each text, so that it falls inside an accepted run
     stops = [(), (), (), (free[3][25],), (free[4][33], free[4][40])]
-    state = decoder.init(params, None, oracle.request(model, PROMPTS, SLOTS, LIMITS, stops))
-    state = decoder.run(params, None, state)
+    state = decoder.init(params, dparams, oracle.request(model, PROMPTS, SLOTS, LIMITS, stops))
+    state = decoder.run(params, dparams, state)
     wanted = [expected(row, stops[row]) for row in range(len(PROMPTS))]
     assert oracle.texts(state) == wanted
     ended = [STOP if text[-1] in ids and ids else LENGTH for text, ids in zip(wanted, stops, strict=True)]
@@ -47,23 +48,23 @@ def test_greedy_equals_the_oracle(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batch_of_b_is_b_batches_of_one(case):
-    decoder, model, params = decoder_of(case)
+    decoder, model, params, dparams = decoder_of(case)
     limits = [30, 12, 20, 31, 45]
     request = oracle.request(model, PROMPTS, SLOTS, limits)
-    together = decoder.run(params, None, decoder.init(params, None, request))
+    together = decoder.run(params, dparams, decoder.init(params, dparams, request))
     alone = []
     for row in range(len(PROMPTS)):
         one = jax.tree.map(lambda x, row=row: x[row : row + 1], request)
-        alone += oracle.texts(decoder.run(params, None, decoder.init(params, None, one)))
+        alone += oracle.texts(decoder.run(params, dparams, decoder.init(params, dparams, one)))
     assert oracle.texts(together) == alone
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_floor_on_acceptance(case):
     """Lossless is not enough: an off-by-one in the shift accepts nothing and is still lossless."""
-    decoder, model, params = decoder_of(case, cycle=True)
-    state = decoder.init(params, None, oracle.request(model, [[0, 1, 2, 3, 4] * 2 + [0]], SLOTS, 71))
-    state = decoder.run(params, None, state)
+    decoder, model, params, dparams = decoder_of(case, cycle=True)
+    state = decoder.init(params, dparams, oracle.request(model, [[0, 1, 2, 3, 4] * 2 + [0]], SLOTS, 71))
+    state = decoder.run(params, dparams, state)
     accepted, proposed = state.stats.accepted.sum(), state.stats.proposed.sum()
     assert accepted >= case.cycle_floor * proposed
     assert proposed > 0 or case.cycle_floor == 0

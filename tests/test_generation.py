@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jspec import api, decode
+from jspec import api, generation, stream, targets
 from jspec.errors import JspecError
 from tests import oracle, tiny
 
@@ -12,12 +12,12 @@ PROMPTS = ["a", "the cat, the cat, the", "xyz " * 9]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return api.load(str(tiny.folder(tmp_path_factory.mktemp("tiny"))))
+    return targets.load(str(tiny.folder(tmp_path_factory.mktemp("tiny"))))
 
 
 @pytest.fixture(scope="module")
 def plain(target):
-    return api.generate(PROMPTS, target=target, draft="none", max_new_tokens=30)
+    return generation.generate(PROMPTS, target=target, draft="none", max_new_tokens=30)
 
 
 def test_plain_is_the_oracle(target, plain):
@@ -33,8 +33,8 @@ def test_plain_is_the_oracle(target, plain):
 @pytest.mark.parametrize("k", [1, 4])
 def test_drafts_change_nothing_in_a_batch_or_alone(target, plain, k):
     options = dict(target=target, num_speculative_tokens=k, max_new_tokens=30)
-    batch = api.generate(PROMPTS, **options)
-    alone = [api.generate(prompt, **options) for prompt in PROMPTS]
+    batch = generation.generate(PROMPTS, **options)
+    alone = [generation.generate(prompt, **options) for prompt in PROMPTS]
     for results in (batch, alone):
         assert [r.tokens for r in results] == [r.tokens for r in plain]
         assert [r.finish_reason for r in results] == [r.finish_reason for r in plain]
@@ -45,8 +45,8 @@ def test_drafts_change_nothing_in_a_batch_or_alone(target, plain, k):
 
 def test_streaming_brings_the_same_text_and_counts(target):
     pieces = []
-    whole = api.generate(PROMPTS, target=target, max_new_tokens=30)
-    streamed = api.generate(PROMPTS, target=target, max_new_tokens=30, on_piece=pieces.append)
+    whole = generation.generate(PROMPTS, target=target, max_new_tokens=30)
+    streamed = generation.generate(PROMPTS, target=target, max_new_tokens=30, on_piece=pieces.append)
     for row, (one, other) in enumerate(zip(whole, streamed, strict=True)):
         assert "".join(p.text for p in pieces if p.row == row) == one.text == other.text
         assert one.tokens == other.tokens
@@ -60,7 +60,7 @@ def test_streaming_brings_the_same_text_and_counts(target):
 def test_a_stop_string_ends_its_row_and_is_cut(target, plain):
     """Rows stop apart; nothing after the string is emitted or counted."""
     stop = plain[2].text[10:13]
-    results = api.generate(PROMPTS, target=target, max_new_tokens=30, stop=stop)
+    results = generation.generate(PROMPTS, target=target, max_new_tokens=30, stop=stop)
     for free, result in zip(plain, results, strict=True):
         assert result.text == free.text.split(stop)[0]
         assert result.tokens == free.tokens[: len(result.tokens)]
@@ -73,16 +73,17 @@ def test_a_stop_string_ends_its_row_and_is_cut(target, plain):
 
 def test_the_host_reads_once_a_generation_and_compiles_once_a_shape(target):
     options = dict(target=target, max_new_tokens=20)
-    api.generate(["warm", "up"], **options)
-    decoder = api._decoder(target.model, api._drafter("ngram", 4))
-    programs, reads = decoder.run._cache_size(), decode.host_reads
-    api.generate(["other", "prompts of another length"], **options)
-    assert decode.host_reads == reads + 1
+    generation.generate(["warm", "up"], **options)
+    drafter, _ = targets.find_draft(target, "ngram", 4, "auto")
+    decoder = api.decoder(target.model, drafter, chunk=generation.CHUNK)
+    programs, reads = decoder.run._cache_size(), stream.host_reads
+    generation.generate(["other", "prompts of another length"], **options)
+    assert stream.host_reads == reads + 1
     assert decoder.run._cache_size() == programs
 
 
 def test_the_context_is_an_end(target):
-    result = api.generate("a" * 90, target=target, max_new_tokens=1000)
+    result = generation.generate("a" * 90, target=target, max_new_tokens=1000)
     assert result.finish_reason == "length" and len(result.tokens) == target.model.max_length - 90
     assert np.isfinite(result.metrics.accept_length)
 
@@ -96,10 +97,14 @@ def test_the_context_is_an_end(target):
         ("a", dict(max_new_tokens=0), "max_new_tokens = 0 should be a whole number of at least 1"),
         ("a", dict(max_new_tokens=-3), "max_new_tokens = -3"),
         ("a", dict(num_speculative_tokens=0), "num_speculative_tokens = 0"),
-        ("a", dict(draft="eagle9"), "unknown draft 'eagle9': choose one of none, ngram"),
+        (
+            "a",
+            dict(draft="eagle9"),
+            "unknown draft 'eagle9': choose one of none, ngram, self:LAYERS, a model",
+        ),
         ("a", dict(stop=""), "stop strings should be texts of at least one character"),
     ],
 )
 def test_bad_input_is_named(target, prompt, options, message):
     with pytest.raises(JspecError, match=message):
-        api.generate(prompt, target=target, **options)
+        generation.generate(prompt, target=target, **options)

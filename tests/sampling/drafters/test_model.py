@@ -1,0 +1,121 @@
+"""Draft models that differ from the target in vocabulary, context or temper."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import decode, stream
+from jspec.models import llama
+from jspec.sampling.drafters.model import model as draft_model
+from jspec.sampling.verify import token
+from tests import oracle
+
+SLOTS, PROMPTS, LIMIT = 96, [[3], [4, 9, 2] * 5], 50
+
+
+def resized(vocab: int, max_length: int = 160):
+    """The tiny target with its vocabulary cut or padded: same rows where both have them."""
+    _, params = oracle.tiny_llama()
+    config = dataclasses.replace(oracle.CONFIG, vocab_size=vocab, max_length=max_length)
+    rows = jnp.arange(vocab) % oracle.VOCAB
+    scale = jnp.where(jnp.arange(vocab) < oracle.VOCAB, 1.0, 9.0)  # loud where the target has nothing
+    head = params["head"][:, rows] * scale
+    return llama.make(config), {**params, "embed": params["embed"][rows], "head": head}
+
+
+def run(draft, dparams, *, k=3, **sampling):
+    target, params = oracle.tiny_llama()
+    drafter = draft_model(draft, k, vocab_size=target.vocab_size)
+    decoder = decode.make_decoder(target, drafter, token, chunk=8)
+    state = decoder.init(params, dparams, oracle.request(target, PROMPTS, SLOTS, LIMIT, **sampling))
+    return decoder, params, state
+
+
+@pytest.mark.parametrize("vocab", [28, 32, 45], ids=["smaller", "equal", "larger"])
+def test_any_vocabulary_size_is_lossless(vocab):
+    draft, dparams = resized(vocab)
+    decoder, params, state = run(draft, dparams)
+    state = decoder.run(params, dparams, state)
+    target, _ = oracle.tiny_llama()
+    assert oracle.texts(state) == [oracle.greedy_text(target, params, p, LIMIT) for p in PROMPTS]
+    rate = state.stats.accepted.sum() / state.stats.proposed.sum()
+    assert rate == 1.0 if vocab == 32 else rate > 0.1
+
+
+@pytest.mark.parametrize("vocab", [20, 45])
+def test_no_draft_is_outside_either_vocabulary(vocab):
+    draft, dparams = resized(vocab)
+    decoder, params, state = run(draft, dparams, temperature=1.5)
+    proposal, _ = decoder.propose(params, dparams, state)
+    assert proposal.logq.shape == (2, 4, oracle.VOCAB)
+    assert (np.asarray(proposal.tokens) < min(vocab, oracle.VOCAB)).all()
+    q = np.exp(np.asarray(proposal.logq[:, 1:]))
+    np.testing.assert_allclose(q.sum(-1), 1.0, rtol=1e-5)
+    assert not q[..., vocab:].any()
+
+
+def test_a_draft_whose_context_ends_first_stops_drafting_there():
+    draft, dparams = resized(32, max_length=30)
+    decoder, params, state = run(draft, dparams)
+    target, _ = oracle.tiny_llama()
+    drafted = []
+    for state, info in stream.stream(decoder, params, dparams, state):
+        drafted.append(info.proposed.tolist())
+        assert (np.asarray(state.draft.cache.length) <= 30).all()
+    assert oracle.texts(state) == [oracle.greedy_text(target, params, p, LIMIT) for p in PROMPTS]
+    assert drafted[0] == [3, 3] and drafted[-1][0] == 0
+    # position 30 is drafted from position 29, the last that the draft has
+    assert int(state.stats.proposed[0].sum()) >= 20
+
+
+def test_a_proposal_moves_no_length_and_absorbing_is_a_prefill():
+    """The draft's cache after random rounds is that of a fresh pass over the text."""
+    draft, dparams = oracle.tiny_llama(seed=1)
+    decoder, params, state = run(draft, dparams, temperature=1.0)
+    for _ in range(6):
+        before = np.asarray(state.draft.cache.length)
+        proposal, state = decoder.propose(params, dparams, state)
+        np.testing.assert_array_equal(state.draft.cache.length, before)
+        np.testing.assert_array_equal(before, state.length)
+        state, _ = decoder.advance(params, dparams, state, proposal)
+    oracle.assert_cache_is_prefill(draft, dparams, state._replace(cache=state.draft.cache))
+
+
+def test_logq_is_the_law_of_each_draft_given_its_own_prefix():
+    """Penalties see the drafted prefix, as they do at the target."""
+    draft, dparams = oracle.tiny_llama(seed=1)
+    settings = dict(temperature=0.9, repetition_penalty=1.7, presence_penalty=0.6, top_p=0.9)
+    decoder, params, state = run(draft, dparams, **settings)
+    proposal, state = decoder.propose(params, dparams, state)
+    for row, prompt in enumerate(PROMPTS):
+        for node in (1, 2, 3):
+            text = prompt + proposal.tokens[row, 1:node].tolist()
+            alone = draft_model(draft, 1)
+            one = decode.make_decoder(draft, alone, token, chunk=8)
+            asked = oracle.request(draft, [text], SLOTS, LIMIT, **settings)
+            asked = asked._replace(length=jnp.array([len(text)]))
+            fresh = one.init(dparams, dparams, asked)
+            fresh = fresh._replace(prompt_length=jnp.array([len(prompt)]))
+            law, _ = one.propose(dparams, dparams, fresh)
+            np.testing.assert_allclose(
+                jnp.exp(law.logq[0, 1]), jnp.exp(proposal.logq[row, node]), rtol=1e-4, atol=1e-6
+            )
+
+
+def test_k_below_one_is_refused():
+    with pytest.raises(ValueError, match="num_speculative_tokens = 0"):
+        draft_model(oracle.tiny_llama()[0], 0)
+
+
+def test_drafts_depend_on_the_row_key_alone():
+    draft, dparams = oracle.tiny_llama(seed=1)
+    decoder, params, state = run(draft, dparams, temperature=1.0, seeds=[5, 6])
+    both = decoder.run(params, dparams, state)
+    decoder, params, state = run(draft, dparams, temperature=1.0, seeds=[9, 6])
+    other = decoder.run(params, dparams, state)
+    assert oracle.texts(both)[1] == oracle.texts(other)[1]
+    assert oracle.texts(both)[0] != oracle.texts(other)[0]
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a[1], b[1]), both.stats, other.stats))

@@ -1,0 +1,167 @@
+"""The exact output law of a verification rule, by summing over every draft and every outcome.
+
+A round emits a block of random length; it is extended to a fixed length by drawing from
+the target. The rule is lossless iff the law of the result is the target's.
+
+* A target is a function from the tokens emitted so far (a tuple) to a law, float64 [V].
+* A drafter is a list of all `Draft`s that it may make and their probabilities:
+  `sampled_chains` and `point_chain` build such lists, but any list will do, trees too.
+
+`output` sums; `jspec.sampling.verify.plan`, run in float64 on all drafts at once,
+decides. Laws are arrays of shape [V] * length.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import tree
+from jspec.sampling.verify import Plan, Verifier, plan
+from jspec.types import Proposal, Tree
+
+Law = Callable[[tuple[int, ...]], np.ndarray]
+
+
+class Draft(NamedTuple):
+    weight: float  # the probability that the drafter makes it
+    tokens: tuple[int, ...]  # of the nodes; the root's is not looked at
+    parent: tuple[int, ...]
+    count: int
+    q: np.ndarray | None = None  # [N, V]: the law each node was drawn from; None: point masses
+
+
+class Output(NamedTuple):
+    law: np.ndarray  # of the first tokens, [V] * length
+    emitted: float  # expected tokens of the block itself
+
+
+def random_law(seed: int, vocab: int, zeros: tuple[int, ...] = (), spread: float = 0.6) -> Law:
+    """An independent Dirichlet law after each text, in which some tokens never come."""
+
+    @functools.cache
+    def law(prefix: tuple[int, ...]) -> np.ndarray:
+        weights = np.random.default_rng([seed, len(prefix), *prefix]).gamma(spread, size=vocab) + 1e-6
+        weights[list(zeros)] = 0
+        return weights / weights.sum()
+
+    return law
+
+
+def sampled_chains(q: Law, vocab: int, drafts: int, nodes: int | None = None) -> list[Draft]:
+    """Every chain of ``drafts`` tokens drawn from q, padded to ``nodes`` nodes with garbage."""
+    nodes = nodes or drafts + 1
+    result = []
+    for x in itertools.product(range(vocab), repeat=drafts):
+        laws = np.full((nodes, vocab), 1 / vocab)
+        for i in range(drafts):
+            laws[i + 1] = q(x[:i])
+        weight = np.prod([laws[i + 1, x[i]] for i in range(drafts)])
+        if weight > 0:
+            padded = (0, *x, *(vocab - 1,) * (nodes - 1 - drafts))
+            result.append(Draft(weight, padded, tuple(range(-1, nodes - 1)), drafts + 1, laws))
+    return result
+
+
+def point_chain(tokens: Sequence[int], nodes: int | None = None) -> list[Draft]:
+    """The one chain of a drafter that always proposes these tokens."""
+    nodes = nodes or len(tokens) + 1
+    padded = (0, *tokens, *(0,) * (nodes - 1 - len(tokens)))
+    return [Draft(1.0, padded, tuple(range(-1, nodes - 1)), len(tokens) + 1)]
+
+
+def target_law(target: Law, length: int, prefix: tuple[int, ...] = ()) -> np.ndarray:
+    """The law of ``length`` tokens after a prefix, [V] * length."""
+    if length == 0:
+        return np.ones(())
+    first = target(prefix)
+    rest = [target_law(target, length - 1, (*prefix, x)) for x in range(len(first))]
+    return first.reshape(-1, *(1,) * (length - 1)) * np.stack(rest)
+
+
+def output(
+    verifier: Verifier,
+    target: Law,
+    drafts: list[Draft],
+    length: int,
+    dtype: type = np.float64,
+    tail: Law | None = None,
+) -> Output:
+    """The law of the first ``length`` tokens: a round of this rule, then draws from ``tail`` (the target)."""
+    vocab = len(target(()))
+    after = functools.cache(lambda prefix: target_law(tail or target, length - len(prefix), prefix))
+    law, emitted = np.zeros((vocab,) * length), 0.0
+    rows = [[target(path) for path in _paths(draft)] for draft in drafts]
+    plans = _plans(verifier, drafts, np.asarray(rows), dtype)
+    for draft, accept, residual in zip(drafts, *plans, strict=True):
+        for path, ends in _ends(draft, accept):
+            for x in np.flatnonzero(residual[path[-1]]):
+                text = (*(draft.tokens[i] for i in path[1:]), int(x))
+                weight = draft.weight * ends * residual[path[-1], x]
+                law[text] += weight * after(text)
+                emitted += weight * len(text)
+    return Output(law, emitted)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Total variation."""
+    return 0.5 * float(np.abs(a - b).sum())
+
+
+def error(verifier: Verifier, target: Law, drafts: list[Draft], dtype: type = np.float64) -> float:
+    """How far a round of the rule takes the text from the target's law: 0 if it is lossless."""
+    length = max(draft.count for draft in drafts)
+    return distance(output(verifier, target, drafts, length, dtype).law, target_law(target, length))
+
+
+def _paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The drafted tokens from the root to each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens[1:], draft.parent[1:], strict=True):
+        paths.append((*paths[max(parent, 0)], token))
+    return paths
+
+
+def _ends(draft: Draft, accept: np.ndarray):
+    """Every path on which the walk may end, as nodes, and its probability."""
+    walks = [((0,), 1.0)]
+    for path, weight in walks:
+        children = [i for i in range(1, draft.count) if draft.parent[i] == path[-1]]
+        for child in children:
+            walks.append(((*path, child), weight * accept[child]))
+            weight = weight * (1 - accept[child])
+        yield path, weight
+
+
+@functools.cache
+def _compiled(verifier: Verifier):
+    return jax.jit(jax.vmap(functools.partial(plan, verifier)))
+
+
+def _plans(verifier: Verifier, drafts: list[Draft], law: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The rule's chances [drafts, N] and residual laws [drafts, N, V]."""
+    with jax.enable_x64(dtype == np.float64), np.errstate(divide="ignore"):
+        logq = None if drafts[0].q is None else np.log([draft.q for draft in drafts])
+        proposal = Proposal(
+            jnp.asarray([draft.tokens for draft in drafts]),
+            _tree(drafts),
+            jnp.asarray([draft.count for draft in drafts]),
+            None if logq is None else jnp.asarray(logq, dtype),
+        )
+        made: Plan = jax.device_get(_compiled(verifier)(proposal, jnp.asarray(np.log(law), dtype)))
+    log_weights = made.residual.astype(np.float64)
+    weights = np.exp(log_weights - log_weights.max(axis=-1, keepdims=True))
+    return np.minimum(made.accept.astype(np.float64), 1.0), weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _tree(drafts: list[Draft]) -> Tree:
+    parent = np.asarray([draft.parent for draft in drafts])
+    if (parent == np.arange(parent.shape[1]) - 1).all():
+        return tree.chain(*parent.shape)
+    return tree.from_parents(jnp.asarray(parent))

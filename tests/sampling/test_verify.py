@@ -1,0 +1,177 @@
+"""Verification rules: the exact law of every rule, and mutants that must fail."""
+
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.sampling import verify as rules
+from jspec.sampling.verify import block, greedy, token
+from tests.sampling import exact
+
+VOCAB, DRAFTS = 3, 3
+
+
+def never(law, *tokens):
+    """The law without these tokens."""
+
+    def without(prefix):
+        weights = law(prefix).copy()
+        weights[list(tokens)] = 0
+        return weights / weights.sum()
+
+    return without
+
+
+def hot(law):
+    """The law at temperature 0."""
+    return lambda prefix: np.eye(len(law(prefix)))[law(prefix).argmax()]
+
+
+def chains(q, vocab=VOCAB, **sizes):
+    return exact.sampled_chains(q, vocab, **{"drafts": DRAFTS, **sizes})
+
+
+def broken(drafts, value):
+    """Drafts whose second law is said to be something that is no law."""
+    for draft in drafts:
+        draft.q[2] = value
+    return drafts
+
+
+# Each makes a target and a drafter from two random laws.
+INSTANCES = {
+    "random": lambda p, q: (p, chains(q)),
+    "q has zeros": lambda p, q: (p, chains(never(q, 1))),
+    "p has zeros": lambda p, q: (never(p, 1), chains(q)),
+    "p = q": lambda p, q: (p, chains(p)),
+    "disjoint": lambda p, q: (never(p, 1), chains(never(q, 0, 2))),
+    "padded vocabulary": lambda p, q: (never(p, 2), chains(never(q, 2))),
+    "temperature 0": lambda p, q: (hot(p), chains(q)),
+    "both at temperature 0": lambda p, q: (hot(p), chains(hot(q))),
+    "point masses": lambda p, q: (p, exact.point_chain((1, 0, 2))),
+    "point masses, p has zeros": lambda p, q: (never(p, 0), exact.point_chain((1, 0, 2))),
+    "short row": lambda p, q: (p, chains(q, drafts=2, nodes=4)),
+    "short row of point masses": lambda p, q: (p, exact.point_chain((1,), nodes=4)),
+    "nothing proposed": lambda p, q: (p, chains(q, drafts=0, nodes=4)),
+    "stops after a doubtful draft": lambda p, q: (p, cut(chains(q), 2)),
+    "q is NaN": lambda p, q: (p, broken(chains(q), np.nan)),
+    "q is infinite": lambda p, q: (p, broken(chains(q), np.inf)),
+    "q is empty": lambda p, q: (p, broken(chains(q), 0.0)),
+}
+
+
+def cut(drafts, count):
+    """Rows stop, where the first token was unlikely, with this many nodes."""
+    return [d._replace(count=count) if d.q[1, d.tokens[1]] < 0.3 else d for d in drafts]
+
+
+def instance(kind, seed):
+    return INSTANCES[kind](exact.random_law(seed, VOCAB), exact.random_law(seed + 1000, VOCAB))
+
+
+@pytest.mark.parametrize("kind", INSTANCES)
+@pytest.mark.parametrize("rule", [token, block], ids=lambda rule: rule.name)
+def test_the_law_is_the_targets(rule, kind):
+    for seed in range(4):
+        target, drafts = instance(kind, seed)
+        assert exact.error(rule, target, drafts) < 1e-12
+        assert exact.error(rule, target, drafts, np.float32) < 2e-6
+
+
+def test_the_law_is_the_targets_on_four_tokens():
+    for seed, rule in itertools.product(range(2), (token, block)):
+        q = exact.random_law(seed + 1000, 4)
+        assert exact.error(rule, exact.random_law(seed, 4), exact.sampled_chains(q, 4, DRAFTS)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", INSTANCES)
+def test_greedy_writes_the_text_of_temperature_0(kind):
+    for seed in range(4):
+        target, drafts = instance(kind, seed)
+        made = exact.output(greedy, target, drafts, 4, tail=hot(target)).law
+        assert exact.distance(made, exact.target_law(hot(target), 4)) < 1e-12
+
+
+def test_greedy_walks_down_a_tree():
+    branches = exact.Draft(1.0, (0, 0, 1, 2, 0, 1), (-1, 0, 0, 0, 2, 2), 6)
+    for seed in range(6):
+        target = exact.random_law(seed, VOCAB)
+        made = exact.output(greedy, target, [branches], 3, tail=hot(target))
+        assert exact.distance(made.law, exact.target_law(hot(target), 3)) < 1e-12
+        first = target(()).argmax()
+        assert made.emitted == 2 + (first == 1 and target((1,)).argmax() < 2)
+
+
+@pytest.mark.parametrize("kind", INSTANCES)
+def test_block_never_emits_less_than_token(kind):
+    for seed in range(8):
+        target, drafts = instance(kind, seed)
+        by_block, by_token = (exact.output(rule, target, drafts, 4).emitted for rule in (block, token))
+        assert by_block > by_token - 1e-12
+        if kind == "random":
+            assert by_block > by_token + 1e-4
+
+
+def test_a_draft_that_is_the_target_is_taken_whole():
+    for seed, rule in itertools.product(range(4), (token, block)):
+        target, drafts = instance("p = q", seed)
+        assert exact.output(rule, target, drafts, 4).emitted == pytest.approx(4, abs=1e-12)
+
+
+def test_the_papers_example():
+    """2403.10444: of two drafts 10/9 are accepted by token, 11/9 by block."""
+    p, q = (lambda prefix: np.array([1, 2]) / 3), (lambda prefix: np.array([2, 1]) / 3)
+    for rule, accepted in ((token, 10 / 9), (block, 11 / 9)):
+        emitted = exact.output(rule, p, exact.sampled_chains(q, 2, 2), 3).emitted
+        assert emitted - 1 == pytest.approx(accepted, abs=1e-12)
+
+
+def other_q(drafts, change):
+    """Drafts that lie about the law they were drawn from."""
+    changed = (draft.q if draft.q is None else change(draft.q) for draft in drafts)
+    return [d._replace(q=q / q.sum(-1, keepdims=True)) for d, q in zip(drafts, changed, strict=True)]
+
+
+def softmax_q(q):
+    """Greedy drafts that come with the law instead of with its argmax."""
+    return [
+        greedy._replace(q=draft.q)
+        for greedy in chains(hot(q))
+        for draft in chains(q)
+        if draft.tokens == greedy.tokens
+    ]
+
+
+def padded_accept(proposal, law):
+    return block.accept(proposal._replace(count=jnp.full_like(proposal.count, law.shape[0])), law)
+
+
+def forgetful(proposal, law, node):
+    return law[node]
+
+
+MUTANTS = {
+    "token: residual forgotten": (replace(token, residual=forgetful), chains),
+    "block: residual forgotten": (replace(block, residual=forgetful), chains),
+    "block: residual of the token rule": (replace(block, residual=token.residual), chains),
+    "block: up to the first failure": (replace(block, accept=rules._block_chance), chains),
+    "block: padding judged": (replace(block, accept=padded_accept), lambda q: chains(q, drafts=2, nodes=4)),
+    "token: q at another temperature": (token, lambda q: other_q(chains(q), np.sqrt)),
+    "block: q at another temperature": (block, lambda q: other_q(chains(q), np.sqrt)),
+    "token: softmax q for argmax drafts": (token, softmax_q),
+    "block: softmax q for argmax drafts": (block, softmax_q),
+    "token: doubtful drafts dropped": (token, lambda q: cut(chains(q), 1)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    rule, drafter = MUTANTS[name]
+    errors = [
+        exact.error(rule, exact.random_law(seed, VOCAB), drafter(exact.random_law(seed + 1000, VOCAB)))
+        for seed in range(4)
+    ]
+    assert max(errors) > 0.01
