@@ -89,7 +89,7 @@ def summarize(
     """One `Metrics` a row from what the host has read of a final state.
 
     >>> counts = np.array([[2, 1]])
-    >>> metrics = summarize(Stats(np.array([3]), counts + 1, counts), [5], [6], Seconds(0, 0, 2.0))[0]
+    >>> metrics = summarize(Stats(np.array([3]), counts + 1, counts), [5], [6], Seconds(0.0, 0.0, 2.0))[0]
     >>> metrics.accept_length, metrics.acceptance_rate, metrics.tokens_per_second
     (2.0, 0.6, 3.0)
     """

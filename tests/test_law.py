@@ -5,6 +5,7 @@ that is enumerated without cache or loop. A right program gives p-values spread 
 (0, 1); the mutants sit at 0.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -97,15 +98,9 @@ def test_a_drafter_that_lies_or_peeks_is_caught(change):
 
 def test_draft_noise_by_position_alone_is_caught():
     """Mutant: a refused draft's noise comes again, after the block rule has looked at it."""
-    asked, _ = law.request(law.tiny(0)[0], 4 * ROWS)
+    by_position = dataclasses.replace(verify.block, coupled=True)
     drafter = draft_model(law.tiny(1)[0], 3)
-
-    def propose(params, state, root, context):
-        key = keys.draft_keys(asked.key, jnp.zeros_like(context.position))
-        return drafter.propose(params, state, root, context._replace(key=key, offset=context.position))
-
-    mutant = Drafter(**{**drafter.__dict__, "propose": propose})
-    decoder = decode.make_decoder(law.tiny(0)[0], mutant, verify.block, chunk=4)
+    decoder = decode.make_decoder(law.tiny(0)[0], drafter, by_position, chunk=4)
     values = law.p_values(decoder, law.tiny(0)[1], law.tiny(1)[1], 4 * ROWS)
     assert min(values) < 1e-6, values
 
