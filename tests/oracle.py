@@ -97,7 +97,7 @@ def scripted(script, num_speculative_tokens: int) -> Drafter:
     script = jnp.asarray(script, jnp.int32)
     nodes = num_speculative_tokens + 1
 
-    def init(params, batch, slots):
+    def init(params, batch, slots, scratch):
         return ()
 
     def absorb(params, state, emitted: Emitted):

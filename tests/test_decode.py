@@ -247,7 +247,7 @@ def test_the_compiled_loop_copies_no_cache(drafter, batch):
 def test_the_copy_count_sees_a_copy(monkeypatch):
     """Mutant: the obvious in-place write, which XLA fuses into its readers and copies for each."""
 
-    def put(buffer, rows, start):
+    def put(buffer, rows, start, wrap):
         def one(buffer, rows, start):
             return jax.lax.dynamic_update_slice(buffer, rows.swapaxes(0, 1), (0, start, 0))
 
