@@ -112,7 +112,7 @@ class Reader:
             raise unsupported(key, value, f"only {expected!r} is")
 
     def optional_number(self, key: str) -> float | None:
-        return None if self.get(key) is None else self.number(key, default=0)
+        return None if self.get(key) is None else self.number(key, default=1.0)
 
     def rope(self) -> Rope:
         """RoPE settings: ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""

@@ -39,7 +39,7 @@ def from_hf(config: Mapping[str, Any]) -> Config:
         output_bias=bias,
         head_norms=True,
         post_norms=True,
-        scale=read.number("query_pre_attn_scalar", default=256) ** -0.5,
+        scale=read.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         embed_scale=sizes["width"] ** 0.5,
         attention_softcap=read.optional_number("attn_logit_softcapping"),
         final_softcap=read.optional_number("final_logit_softcapping"),
