@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,12 +25,13 @@ def run(folder: Path, taps: tuple[int, ...] = (), pieces: tuple[int, ...] | None
         golden = dict(saved)
     batch, length = golden["tokens"].shape
     cache, logits, features = model.init_cache(batch, length + 8, scratch), [], []
+    forward, unembed = jax.jit(model.forward), jax.jit(model.unembed)
     start = 0
     for size in pieces or (length,):
         tokens = jnp.array(golden["tokens"][:, start : start + size])
-        hidden, tapped, cache = model.forward(loaded.params, cache, tokens, tree.chain(batch, size))
+        hidden, tapped, cache = forward(loaded.params, cache, tokens, tree.chain(batch, size))
         cache = model.commit(cache, None, jnp.full((batch,), size))
-        logits.append(model.unembed(loaded.params, hidden))
+        logits.append(unembed(loaded.params, hidden))
         features.append(tapped)
         start += size
     sizes = [entry.keys.shape[2] for entry in cache.layers]
@@ -111,7 +113,9 @@ def test_the_golden_comparison_sees_a_changed_model(case):
     assert len(changed) >= (len(CHANGES) + 1 if case == "gemma3_caps" else 3)
     for mutant, params in changed:
         model = loaded.family.make(mutant)
-        hidden, _, _ = model.forward(params, model.init_cache(2, 32), tokens, tree.chain(*tokens.shape))
+        hidden, _, _ = jax.jit(model.forward)(
+            params, model.init_cache(2, 32), tokens, tree.chain(*tokens.shape)
+        )
         with pytest.raises(AssertionError):
             assert_close(np.asarray(model.unembed(params, hidden)), golden["logits"])
 
