@@ -139,7 +139,7 @@ class Reader:
         if SLIDING not in types:
             return ()
         if window is None:
-            raise ConfigError(f"config.json: layer_types has {SLIDING!r}, but no sliding_window is in use")
+            raise ConfigError(f"config.json: there are layers of {SLIDING}, but no sliding_window is in use")
         return tuple(window if kind == SLIDING else None for kind in types)
 
     def done(self) -> None:
