@@ -64,7 +64,7 @@ def generate(
     stop: str | Sequence[str] = (),
     raw: bool = False,
     dtype: str = "auto",
-    seed: int | Sequence[int] | None = None,
+    seed: int | Sequence[int | None] | None = None,
     verifier: str = "token",
     logprobs: bool = False,
     on_piece: Callable[[Piece], None] | None = None,
@@ -83,7 +83,7 @@ def generate(
         stop: strings that end the text; the text ends before the first of them.
         raw: give the prompt as it is, without the chat template.
         dtype: see `load`; ignored for a loaded target.
-        seed: of all rows, or one for each; a row's text depends on no other row.
+        seed: of all rows, or one for each; a row's text depends on no other row's.
             None: a fresh one. Greedy text needs none.
         verifier: "token" (Leviathan et al.), "block" (Sun et al.) or "coupled" (the same
             text whatever the draft, up to near ties).
@@ -162,11 +162,10 @@ def _policy(target: Target, batch: int, sampling: dict[str, Any]) -> Policy:
     return rows._replace(bias=rows.bias.at[:, len(target.tokenizer) :].set(-jnp.inf))
 
 
-def _seeds(seed: int | Sequence[int] | None, batch: int) -> Array:
+def _seeds(seed: int | Sequence[int | None] | None, batch: int) -> Array:
     """One key a row: of its own seed, of the seed of all, or of a fresh one."""
-    if seed is None:
-        return keys.row_keys([secrets.randbits(63) for _ in range(batch)], batch)
-    return keys.row_keys([seed] * batch if isinstance(seed, int) else list(seed), batch)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
+    return keys.row_keys([secrets.randbits(63) if one is None else one for one in seeds], batch)
 
 
 _compiled: set[tuple] = set()

@@ -35,8 +35,8 @@ POSITION = len(TEXT) - 1  # of the root
 def policies(vocab: int) -> dict[str, dict]:
     last = vocab - 1
     mixed = dict(top_k=2, top_p=0.95, min_p=0.05, repetition_penalty=1.5, presence_penalty=0.7)
-    mixed |= dict(frequency_penalty=-0.5, logit_bias={0: 1.0, 1: 0.5}, allowed=range(last), banned=(last,))
-    mixed |= dict(min_new_tokens=4)
+    mixed |= dict(frequency_penalty=-0.5, min_new_tokens=4, logit_bias={0: 1.0, 1: 0.5})
+    mixed |= dict(allowed=range(last), banned=(last,))
     return {
         "neutral": {},
         "temperature 0": dict(temperature=0.0),
@@ -61,18 +61,12 @@ def policies(vocab: int) -> dict[str, dict]:
 POLICIES = tuple(policies(3))
 
 
-class Tables(NamedTuple):
-    """Raw logits after each text."""
-
-    p: np.ndarray
-    q: np.ndarray
-
-
-def tables(vocab: int, p_never=(), q_never=(), same: bool = False) -> Tables:
+def tables(vocab: int, p_never=(), q_never=(), same: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Raw logits of target and draft after each text."""
     p, q = 1.5 * np.random.default_rng(vocab).standard_normal((2, len(texts(vocab)), vocab))
     p[:, list(p_never)] = -np.inf
     q[:, list(q_never)] = -np.inf
-    return Tables(p, p if same else q)
+    return p, p if same else q
 
 
 @functools.cache
@@ -96,7 +90,17 @@ INSTANCES = {
     "padded vocabulary": tables(4, p_never=[3], q_never=[3]),
 }
 
+VOCAB, (TARGET, DRAFT) = 4, INSTANCES["random"]
 apply = jax.jit(policy.apply)
+
+
+def places(tokens: np.ndarray, layout: tree.Tree, vocab: int) -> np.ndarray:
+    """The place of each node of each row."""
+    at = np.zeros(tokens.shape, int)
+    for node in range(1, tokens.shape[1]):
+        above = np.take_along_axis(at, np.asarray(layout.parent[:, node, None]), axis=1)[:, 0]
+        at[:, node] = above * vocab + tokens[:, node] + 1
+    return at
 
 
 def history(rows: list[tuple[int, ...]]) -> History:
@@ -106,11 +110,6 @@ def history(rows: list[tuple[int, ...]]) -> History:
         row[: len(TEXT) + len(more)] = TEXT + more
     length = np.int32([len(TEXT) + len(more) for more in rows])
     return History(tokens, length, np.full_like(length, PROMPT), np.tile(np.int32(STOP), (len(rows), 1)))
-
-
-def rows_of(count: int, vocab: int, name: str) -> policy.Policy:
-    """One policy for all rows, float64."""
-    return policy.make(count, vocab, **policies(vocab)[name])
 
 
 def one_by_one(logits: np.ndarray, options: dict, forgetful: bool = False) -> np.ndarray:
@@ -127,25 +126,35 @@ def whole_chains(logits: np.ndarray, options: dict) -> np.ndarray:
     """The library's laws at all nodes of every chain of drafts, from one call."""
     vocab = logits.shape[1]
     chains = list(itertools.product(range(vocab), repeat=DRAFTS))
-    at = np.array([[place(vocab, chain[:n]) for n in range(DRAFTS + 1)] for chain in chains])
     nodes = np.insert(np.int32(chains), 0, TEXT[-1], axis=1)
     with jax.enable_x64(True):
-        settings = policy.make(len(chains), vocab, **options)
-        found = np.exp(
-            apply(settings, history([()] * len(chains)), nodes, tree.chain(*nodes.shape), logits[at])
-        )
+        settings, layout = policy.make(len(chains), vocab, **options), tree.chain(*nodes.shape)
+        at = places(nodes, layout, vocab)
+        found = np.exp(apply(settings, history([()] * len(chains)), nodes, layout, logits[at]))
     law = np.full_like(logits, np.nan)
     law[at] = found
-    assert np.abs(law[at] - found).max() < 1e-15  # later nodes change nothing
+    assert np.abs(law[at] - found).max() < 1e-15  # what is drafted after a node does not change its law
     return law
 
 
 def slow(logits: np.ndarray, options: dict) -> np.ndarray:
-    rows = zip(texts(logits.shape[1]), logits, strict=True)
-    laws = [
-        slow_policy.slow(options, np.array(TEXT + text), PROMPT, np.array(STOP), row) for text, row in rows
-    ]
+    laws = []
+    for text, row in zip(texts(logits.shape[1]), logits, strict=True):
+        laws.append(slow_policy.slow(options, np.array(TEXT + text), PROMPT, np.array(STOP), row))
     return np.exp(laws)
+
+
+class Laws(NamedTuple):
+    p: np.ndarray
+    q: np.ndarray
+    wanted: np.ndarray  # what p should be
+
+
+@functools.cache
+def laws(kind: str, name: str) -> Laws:
+    p, q = INSTANCES[kind]
+    options = policies(p.shape[1])[name]
+    return Laws(whole_chains(p, options), one_by_one(q, options), slow(p, options))
 
 
 def law_of(law: np.ndarray) -> exact.Law:
@@ -153,13 +162,13 @@ def law_of(law: np.ndarray) -> exact.Law:
 
 
 def sampled(q: np.ndarray, stated: np.ndarray | None = None) -> list[exact.Draft]:
-    """Every chain, also those that never come (so that shapes stay), and the law stated for its tokens."""
+    """Every chain, also those that never come (so that shapes stay), with the law stated for its tokens."""
     vocab, parent = q.shape[1], tuple(range(-1, DRAFTS))
     drafts = []
     for chain in itertools.product(range(vocab), repeat=DRAFTS):
         above = [place(vocab, chain[:n]) for n in range(DRAFTS)]
-        laws = (q if stated is None else stated)[[0, *above]]  # the root's is not looked at
-        drafts.append(exact.Draft(np.prod(q[above, chain]), (0, *chain), parent, DRAFTS + 1, laws))
+        said = (q if stated is None else stated)[[0, *above]]  # the root's is not looked at
+        drafts.append(exact.Draft(np.prod(q[above, chain]), (0, *chain), parent, DRAFTS + 1, said))
     return drafts
 
 
@@ -176,49 +185,52 @@ def error(rule, p: np.ndarray, drafts: list[exact.Draft], wanted: np.ndarray) ->
     return exact.distance(made, exact.target_law(law_of(wanted), DRAFTS + 1))
 
 
-AT_0 = tuple(name for name in POLICIES if name.endswith("temperature 0"))
-PAIRS = [(rule, name) for rule in (token, block) for name in POLICIES] + [(greedy, name) for name in AT_0]
+AT_0 = [(greedy, name) for name in POLICIES if name.endswith("temperature 0")]
+RANDOM = [(rule, name) for rule in (token, block) for name in POLICIES]
+COUPLED = [(coupled, name) for name in POLICIES]
 
 
-@pytest.mark.parametrize("drafter", [sampled, points], ids=lambda drafter: drafter.__name__)
-@pytest.mark.parametrize(("rule", "name"), PAIRS, ids=[f"{rule.name}-{name}" for rule, name in PAIRS])
+def named(value) -> str:
+    return value if isinstance(value, str) else getattr(value, "name", None) or value.__name__
+
+
+@pytest.mark.parametrize("drafter", [sampled, points], ids=named)
+@pytest.mark.parametrize(("rule", "name"), RANDOM + AT_0, ids=named)
 def test_the_law_is_the_targets(rule, name, drafter):
-    for kind, logits in INSTANCES.items():
-        options = policies(logits.p.shape[1])[name]
-        drafts = drafter(one_by_one(logits.q, options))
+    for kind in INSTANCES:
+        p, q, wanted = laws(kind, name)
+        drafts = drafter(q)
         assert sum(draft.weight for draft in drafts) == pytest.approx(1, abs=1e-12)
-        p, wanted = whole_chains(logits.p, options), slow(logits.p, options)
         assert error(rule, p, drafts, wanted) < 1e-12, kind
 
 
-def root_only(logits: Tables, options: dict):
+def root_only(options: dict, right: Laws):
     """p has the penalties of the root at all nodes."""
-    return one_by_one(logits.p, options, forgetful=True), sampled(one_by_one(logits.q, options))
+    return one_by_one(TARGET, options, forgetful=True), sampled(right.q)
 
 
-def unpenalised_q(logits: Tables, options: dict):
+def unpenalised_q(options: dict, right: Laws):
     """Drafts drawn with the policy come with the law of the bare logits."""
-    q = one_by_one(logits.q, options)
-    return whole_chains(logits.p, options), sampled(q, stated=one_by_one(logits.q, {}))
+    return right.p, sampled(right.q, stated=one_by_one(DRAFT, {}))
 
 
-def truncated_first(logits: Tables, options: dict):
+def truncated_first(options: dict, right: Laws):
     """p is cut off before the temperature, q after it."""
-    p = whole_chains(logits.p, options | dict(temperature=1.0)) ** (1 / options["temperature"])
-    return p / p.sum(-1, keepdims=True), sampled(one_by_one(logits.q, options))
+    p = whole_chains(TARGET, options | dict(temperature=1.0)) ** (1 / options["temperature"])
+    return p / p.sum(-1, keepdims=True), sampled(right.q)
 
 
 PENALTIES = ("repetition", "presence", "frequency", "min_new_tokens", "all")
-MUTANTS = [(root_only, name) for name in PENALTIES]
-MUTANTS += [(unpenalised_q, name) for name in PENALTIES]
+MUTANTS = list(itertools.product((root_only, unpenalised_q), PENALTIES))
 MUTANTS += [(truncated_first, "temperature 2 and top-p")]
 
 
-@pytest.mark.parametrize("rule", [token, block], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{m.__name__}-{name}" for m, name in MUTANTS])
+@pytest.mark.parametrize("rule", [token, block], ids=named)
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=named)
 def test_a_mutant_is_found(mutant, name, rule):
-    logits, options = INSTANCES["random"], policies(4)[name]
-    assert error(rule, *mutant(logits, options), slow(logits.p, options)) > 0.01
+    right = laws("random", name)
+    p, drafts = mutant(policies(VOCAB)[name], right)
+    assert error(rule, p, drafts, right.wanted) > 0.01
 
 
 class Place(NamedTuple):
@@ -229,97 +241,94 @@ class Place(NamedTuple):
     length: jax.Array
 
 
-def lookup(vocab: int) -> Model:
-    def forward(table, cache, tokens, layout):
-        following = cache.at * vocab + tokens[:, 0] + 1
-        return following[:, None, None], None, cache._replace(following=following)
-
-    def commit(cache, path, count):
-        return Place(cache.following, cache.following, cache.length + count)
-
-    return Model(lambda *sizes: None, forward, commit, lambda table, at: table[at[:, :, 0]], vocab, 99)
+def forward(table, cache, tokens, layout):
+    following = cache.at * VOCAB + tokens[:, 0] + 1
+    return following[:, None, None].astype(float), None, cache._replace(following=following)
 
 
-ROWS, VOCAB = 2000, 4
+def commit(cache, path, count):
+    return Place(cache.following, cache.following, cache.length + count)
+
+
+def unembed(table, hidden):
+    return table[hidden[:, :, 0].astype(int)]
+
+
+ROWS = 2000
 KEYS = keys.row_keys(range(ROWS), ROWS)
-DRAFTER = model(lookup(VOCAB), DRAFTS)
-propose, judge = jax.jit(DRAFTER.propose), jax.jit(verify, static_argnums=(0, 5))
+LOOKUP = Model(lambda *sizes: None, forward, commit, unembed, VOCAB, max_length=99)
+propose, judge = jax.jit(model(LOOKUP, DRAFTS).propose), jax.jit(verify, static_argnums=(0, 5))
 
 
-def propose_all(name: str, logits: np.ndarray) -> Proposal:
-    """A draft model's proposals, one for each key of the coupled rule."""
+def by_the_draft_model(name: str) -> Proposal:
+    """What a draft model proposes for each row, with the noise of the coupled rule."""
     zero = jnp.zeros(ROWS, jnp.int32)
-    state = Draft(Place(zero, zero, zero), jnp.broadcast_to(logits[0], (ROWS, VOCAB)))
-    offset, settings = zero + POSITION, rows_of(ROWS, VOCAB, name)
-    context = Context(offset, settings, history([()] * ROWS), keys.coupled_keys(KEYS), offset)
-    return propose(logits, state, zero + TEXT[-1], context)[0]
+    state = Draft(Place(zero, zero, zero), jnp.broadcast_to(DRAFT[0], (ROWS, VOCAB)))
+    settings, at = policy.make(ROWS, VOCAB, **policies(VOCAB)[name]), zero + POSITION
+    context = Context(at, settings, history([()] * ROWS), keys.coupled_keys(KEYS), at)
+    return jax.device_get(propose(DRAFT, state, zero + TEXT[-1], context)[0])
 
 
-def places(tokens: np.ndarray) -> np.ndarray:
-    """Of the nodes of chains of drafts."""
-    return np.array([[place(VOCAB, tuple(row[1 : n + 1])) for n in range(DRAFTS + 1)] for row in tokens])
+def complete_tree(name: str) -> Proposal:
+    """Every text of one or two tokens."""
+    tokens = np.int32([TEXT[-1], *(text[-1] for text in texts(VOCAB)[1:] if len(text) <= 2)])
+    parent = (np.arange(len(tokens)) - 1) // VOCAB
+    tokens, parent = (jnp.broadcast_to(x, (ROWS, len(tokens))) for x in (tokens, parent))
+    return Proposal(np.asarray(tokens), tree.from_parents(parent), jnp.full(ROWS, tokens.shape[1]))
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_draft_model_states_these_laws(name):
-    logits = INSTANCES["random"].q
+def test_a_draft_model_draws_from_these_laws(name):
     with jax.enable_x64(True):
-        made = jax.device_get(propose_all(name, logits))
-    q = one_by_one(logits, policies(VOCAB)[name])
-    above = places(made.tokens)[:, :-1]
+        made = by_the_draft_model(name)
+    q, above = laws("random", name).q, places(made.tokens, made.tree, VOCAB)[:, :-1]
     np.testing.assert_allclose(np.exp(made.logq[:, 1:]), q[above], rtol=0, atol=1e-15)
     assert (q[above, made.tokens[:, 1:]] > 0).all()
 
 
-def complete_tree() -> Proposal:
-    """Every text of two tokens: node i is place i."""
-    short = [text for text in texts(VOCAB) if len(text) <= 2]
-    tokens = jnp.asarray([0 if not text else text[-1] for text in short], jnp.int32)
-    parent = (jnp.arange(len(short)) - 1) // VOCAB
-    each = [jnp.broadcast_to(x, (ROWS, len(short))) for x in (tokens, parent)]
-    return Proposal(each[0], tree.from_parents(each[1]), jnp.full(ROWS, len(short)))
+@functools.cache
+def noise() -> np.ndarray:
+    """What the coupled rule adds after the root and after each draft, [ROWS, DRAFTS + 1, V]."""
+    each = jax.vmap(lambda key, at: keys.coupled_noise(key, at, VOCAB, jnp.float64), (None, 0))
+    every = jax.jit(jax.vmap(each, (0, None)))
+    return np.asarray(every(keys.coupled_keys(KEYS), POSITION + 1 + jnp.arange(DRAFTS + 1)))
 
 
 def plain(rule, law: np.ndarray) -> np.ndarray:
-    """The text that plain decoding draws from the laws with each row's noise."""
+    """The text that plain decoding writes, token by token."""
     text, at = [], np.zeros(ROWS, int)
-    for position in range(POSITION + 1, POSITION + DRAFTS + 2):
-        noise = jax.vmap(lambda key, at: keys.coupled_noise(key, at, VOCAB, jnp.float64), (0, None))
-        weights = law[at] + (noise(keys.coupled_keys(KEYS), position) if rule.coupled else 0)
-        text.append(np.argmax(weights, axis=1))
+    for step in range(DRAFTS + 1):
+        text.append(np.argmax(np.log(law[at]) + (noise()[:, step] if rule.coupled else 0), axis=1))
         at = at * VOCAB + text[-1] + 1
     return np.stack(text, axis=1)
 
 
-def emitted(rule, name: str, proposal: Proposal, logits: np.ndarray, depth: int):
-    """The text of one round, [ROWS, depth + 1], and how much of it was written."""
-    laws = apply(rows_of(ROWS, VOCAB, name), history([()] * ROWS), proposal.tokens, proposal.tree, logits)
-    verdict = judge(rule, KEYS, jnp.full(ROWS, POSITION), proposal, laws, depth)
-    path, accepted, following, ok = jax.device_get(verdict)
-    assert ok.all()
-    text = np.take_along_axis(np.asarray(proposal.tokens), path, axis=1)
-    text = np.roll(text, -1, axis=1)
-    text[np.arange(ROWS), accepted] = following
-    return text, accepted + 1
-
-
-COINLESS = [(coupled, name) for name in POLICIES] + [(greedy, name) for name in AT_0]
-
-
-@pytest.mark.parametrize("growth", ["chain", "tree"])
-@pytest.mark.parametrize(("rule", "name"), COINLESS, ids=[f"{rule.name}-{name}" for rule, name in COINLESS])
-def test_rules_without_coins_write_the_plain_text(rule, name, growth):
-    logits = INSTANCES["random"]
-    law = slow(logits.p, policies(VOCAB)[name])
+@pytest.mark.parametrize("drafter", [by_the_draft_model, complete_tree], ids=named)
+@pytest.mark.parametrize(("rule", "name"), COUPLED + AT_0, ids=named)
+def test_rules_without_coins_write_the_plain_text(rule, name, drafter):
     with jax.enable_x64(True), np.errstate(divide="ignore"):
-        proposal = propose_all(name, logits.q) if growth == "chain" else complete_tree()
-        tokens = np.asarray(proposal.tokens)
-        at = (
-            places(tokens) if growth == "chain" else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        proposal = drafter(name)
+        settings = policy.make(ROWS, VOCAB, **policies(VOCAB)[name])
+        logits = TARGET[places(proposal.tokens, proposal.tree, VOCAB)]
+        law = apply(settings, history([()] * ROWS), proposal.tokens, proposal.tree, logits)
+        depth = int(proposal.tree.depth.max())
+        path, accepted, following, ok = jax.device_get(
+            judge(rule, KEYS, jnp.full(ROWS, POSITION), proposal, law, depth)
         )
-        depth = DRAFTS if growth == "chain" else 2
-        text, count = emitted(rule, name, proposal, logits.p[at], depth)
-        wanted = plain(rule, np.log(law))[:, : depth + 1]
-    written = np.arange(depth + 1) < count[:, None]
-    assert (text == wanted)[written].all()
-    assert growth == "chain" or written.all()  # the tree has every text
+        wanted = plain(rule, laws("random", name).wanted)[:, : depth + 1]
+    text = np.roll(np.take_along_axis(proposal.tokens, path, axis=1), -1, axis=1)  # the root is no news
+    text[np.arange(ROWS), accepted] = following
+    written = np.arange(depth + 1) <= accepted[:, None]
+    assert ok.all() and (text == wanted)[written].all()
+    assert written.all() or drafter is by_the_draft_model  # the tree has every text
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_plain_text_of_the_coupled_rule_has_the_law(name):
+    law = laws("random", name).wanted
+    with jax.enable_x64(True), np.errstate(divide="ignore"):
+        text = plain(coupled, law)[:, :2]
+    chance = exact.target_law(law_of(law), 2)
+    found = np.zeros_like(chance)
+    np.add.at(found, tuple(text.T), 1 / ROWS)
+    assert (np.abs(found - chance) <= 4.5 * np.sqrt(chance * (1 - chance) / ROWS) + 1e-12).all()
