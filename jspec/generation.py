@@ -111,7 +111,7 @@ def generate(
     drafter, draft_params = find_draft(loaded, draft, num_speculative_tokens, dtype)
     decoder = api.decoder(loaded.model, drafter, verifier, chunk=CHUNK, logprobs=logprobs)
     tokens = [text.encode_prompt(loaded.tokenizer, one, raw) for one in prompts]
-    request = _request(loaded, decoder, tokens, rows, max_new_tokens, key)
+    request = lay_out(loaded, decoder, tokens, rows, max_new_tokens, key)
     job = Job(decoder, loaded.params, draft_params, request)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     texts = [text.Detokenizer(loaded.tokenizer, stops) for _ in tokens]
@@ -131,7 +131,7 @@ class Job(NamedTuple):
         return self.decoder.init(self.params, self.draft_params, self.request._replace(limit=limit))
 
 
-def _request(
+def lay_out(
     target: Target,
     decoder: decode.Decoder,
     prompts: list[list[int]],
@@ -139,7 +139,7 @@ def _request(
     max_new_tokens: int,
     key: Array,
 ) -> Request:
-    """Lay the prompts out; JspecError for one that leaves no room in the context."""
+    """A batch of prompts as a `Request`; `JspecError` for one that leaves no room in the context."""
     context = target.model.max_length
     length = np.array([len(p) for p in prompts], np.int32)
     if (length >= context).any():
