@@ -66,7 +66,6 @@ CONVERSIONS_FORBIDDEN = ("jspec.decode", "jspec.sampling*")
 
 TOO_HEAVY = "torch transformers tokenizers orbax flax gguf click rich matplotlib".split()
 TOO_HEAVY += ["jax.experimental.pallas"]
-)
 
 
 def matches(module: str, patterns: tuple[str, ...]) -> bool:
