@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec import api, generation, stream, text, tree
+from jspec import cache as kv
 from jspec.sampling import keys, policy
 from jspec.targets import Target, find_draft
 from jspec.types import Drafter, Emitted, Model, Params, Stats
@@ -116,14 +117,25 @@ def bench(
     plain = Setting("none", 1)
     wanted = [plain, *(s for s in settings if s.draft != "none")]
     results = [Result(setting) for setting in wanted]
-    widest = max((setting.num_speculative_tokens for setting in wanted), default=1)
-    jobs = [
-        [_job(target, s, prompt, max_new_tokens, batch, verifier, widest, sampling) for s in wanted]
-        for prompt in prompts
-    ]
-    for row in jobs:
-        for job in row:
-            _timed(job)  # compile and warm up
+    widest = max(generation.CHUNK, *(setting.num_speculative_tokens + 1 for setting in wanted))
+    tokens = [text.encode_prompt(target.tokenizer, prompt) for prompt in prompts]
+    # one program for all prompts, and one cache size for all settings
+    slots = kv.capacity(max(map(len, tokens)), max_new_tokens, widest, widest, generation.BUCKET)
+
+    def make_job(setting: Setting, prompt: list[int]) -> generation.Job:
+        drafter, draft_params = find_draft(
+            target, setting.draft, setting.num_speculative_tokens, target.dtype
+        )
+        decoder = api.decoder(target.model, drafter, verifier, chunk=widest)
+        rows = policy.make(batch, target.model.vocab_size, **{"temperature": 0.0, **sampling})
+        key = keys.row_keys(range(batch), batch)
+        request = generation.lay_out(target, decoder, [prompt] * batch, rows, max_new_tokens, key, slots)
+        return generation.Job(decoder, target.params, draft_params, request)
+
+    jobs = [[make_job(setting, prompt) for setting in wanted] for prompt in tokens]
+    for setting, first in zip(wanted, jobs[0], strict=True):
+        progress(f"compiling {setting.name}")
+        _timed(first)
     for repeat in range(repeats):
         for number, row in enumerate(jobs):
             progress(f"repeat {repeat + 1}/{repeats}, prompt {number + 1}/{len(jobs)}")
@@ -135,25 +147,6 @@ def bench(
                 before = after
     _costs(target, results, jobs[0], batch)
     return results
-
-
-def _job(
-    target: Target,
-    setting: Setting,
-    prompt: text.Prompt,
-    max_new_tokens: int,
-    batch: int,
-    verifier: str,
-    widest: int,
-    sampling: dict[str, Any],
-) -> generation.Job:
-    drafter, draft_params = find_draft(target, setting.draft, setting.num_speculative_tokens, target.dtype)
-    decoder = api.decoder(target.model, drafter, verifier, chunk=max(generation.CHUNK, widest + 1))
-    rows = policy.make(batch, target.model.vocab_size, **{"temperature": 0.0, **sampling})
-    tokens = [text.encode_prompt(target.tokenizer, prompt)] * batch
-    key = keys.row_keys(range(batch), batch)
-    request = generation.lay_out(target, decoder, tokens, rows, max_new_tokens, key)
-    return generation.Job(decoder, target.params, draft_params, request)
 
 
 class Run(NamedTuple):

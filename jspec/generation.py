@@ -138,8 +138,12 @@ def lay_out(
     rows: Policy,
     max_new_tokens: int,
     key: Array,
+    slots: int = 0,
 ) -> Request:
-    """A batch of prompts as a `Request`; `JspecError` for one that leaves no room in the context."""
+    """A batch of prompts as a `Request`; `JspecError` for one that leaves no room in the context.
+
+    ``slots``: at least so many, where several requests are to share a program.
+    """
     context = target.model.max_length
     length = np.array([len(p) for p in prompts], np.int32)
     if (length >= context).any():
@@ -147,7 +151,7 @@ def lay_out(
         raise JspecError(f"prompt {worst} has {length[worst]} tokens; the target's context holds {context}")
     limit = np.minimum(length + max_new_tokens, context).astype(np.int32)
     new_tokens = int((limit - length).max())
-    slots = kv.capacity(int(length.max()), new_tokens, decoder.nodes, decoder.chunk, BUCKET)
+    slots = max(slots, kv.capacity(int(length.max()), new_tokens, decoder.nodes, decoder.chunk, BUCKET))
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

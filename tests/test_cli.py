@@ -1,34 +1,16 @@
 """The command: text on stdout, truth on stderr, one line and a code for every mistake."""
 
 import json
-import sys
 
 import pytest
 
-from jspec import cli, generation
+from jspec import generation
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny.folder(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture
-def jspec(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["jspec", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def test_generate_streams_the_text_and_then_the_truth(jspec, folder):

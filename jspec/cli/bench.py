@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import jax
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -80,16 +81,16 @@ def bench(
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The report for the terminal."""
-    shown = Table(title=" | ".join(str(report[key]) for key in ("target", "dtype", "device")))
-    heads = "draft|K|tok/s|x plain|spread|accept length|r_K+1|draft cost|predicted|efficiency"
-    for head in heads.split("|"):
-        shown.add_column(head, justify="left" if head == "draft" else "right", no_wrap=True)
+    """The report for a terminal of 80 columns."""
+    title = " | ".join(str(report[key]) for key in ("target", "dtype", "device"))
+    shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for head in ("", "tok/s", "x plain", "spread", "length", "r_K+1", "draft", "pred.", "eff."):
+        shown.add_column(head, justify="right" if head else "left", no_wrap=True)
     for row in report["results"]:
         low, high = row["ratio_spread"]
+        k = "" if row["draft"] == "none" else f" K={row['num_speculative_tokens']}"
         shown.add_row(
-            row["draft"],
-            str(row["num_speculative_tokens"]),
+            row["draft"] + k,
             f"{row['tokens_per_second']:.1f}",
             f"{row['ratio_to_plain']:.2f}",
             f"{low:.2f}-{high:.2f}",
@@ -99,6 +100,10 @@ def table(report: dict[str, Any]) -> Table:
             f"{row['predicted_speed_up']:.2f}",
             f"{row['loop_efficiency']:.2f}",
         )
+    shown.caption = (
+        "length: tokens a target pass, bonus counted | r_K+1: cost of a pass of K + 1 rows, draft: of a "
+        "round of drafting, in one-row passes | pred.: speed-up if passes were all | eff.: measured / pred."
+    )
     return shown
 
 
