@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/jspec demo
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

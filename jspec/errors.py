@@ -14,11 +14,11 @@ class CannotWrite(JspecError):
     """A file or folder that cannot be written; the message names it."""
 
 
-def optional(module: str) -> ModuleType:
-    """Import a module that only the ``hf`` extra installs; `JspecError` names the command if it is absent."""
+def optional(module: str, extra: str = "hf") -> ModuleType:
+    """Import a module that only an extra installs; `JspecError` names the command if it is absent."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:  # the module is there and broken: hide nothing
             raise
-        raise JspecError(f"the package {module!r} is not installed: pip install 'jspec[hf]'") from None
+        raise JspecError(f"the package {module!r} is not installed: pip install 'jspec[{extra}]'") from None

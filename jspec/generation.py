@@ -64,7 +64,7 @@ def generate(
     stop: str | Sequence[str] = (),
     raw: bool = False,
     dtype: str = "auto",
-    seed: int | Sequence[int] | None = None,
+    seed: int | Sequence[int | None] | None = None,
     verifier: str = "token",
     logprobs: bool = False,
     on_piece: Callable[[Piece], None] | None = None,
@@ -83,7 +83,7 @@ def generate(
         stop: strings that end the text; the text ends before the first of them.
         raw: give the prompt as it is, without the chat template.
         dtype: see `load`; ignored for a loaded target.
-        seed: of all rows, or one for each; a row's text depends on no other row.
+        seed: of all rows, or one for each; a row's text depends on no other row's.
             None: a fresh one. Greedy text needs none.
         verifier: "token" (Leviathan et al.), "block" (Sun et al.) or "coupled" (the same
             text whatever the draft, up to near ties).
@@ -111,7 +111,7 @@ def generate(
     drafter, draft_params = find_draft(loaded, draft, num_speculative_tokens, dtype)
     decoder = api.decoder(loaded.model, drafter, verifier, chunk=CHUNK, logprobs=logprobs)
     tokens = [text.encode_prompt(loaded.tokenizer, one, raw) for one in prompts]
-    request = _request(loaded, decoder, tokens, rows, max_new_tokens, key)
+    request = lay_out(loaded, decoder, tokens, rows, max_new_tokens, key)
     job = Job(decoder, loaded.params, draft_params, request)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     texts = [text.Detokenizer(loaded.tokenizer, stops) for _ in tokens]
@@ -131,15 +131,19 @@ class Job(NamedTuple):
         return self.decoder.init(self.params, self.draft_params, self.request._replace(limit=limit))
 
 
-def _request(
+def lay_out(
     target: Target,
     decoder: decode.Decoder,
     prompts: list[list[int]],
     rows: Policy,
     max_new_tokens: int,
     key: Array,
+    slots: int = 0,
 ) -> Request:
-    """Lay the prompts out; JspecError for one that leaves no room in the context."""
+    """A batch of prompts as a `Request`; `JspecError` for one that leaves no room in the context.
+
+    ``slots``: at least so many, where several requests are to share a program.
+    """
     context = target.model.max_length
     length = np.array([len(p) for p in prompts], np.int32)
     if (length >= context).any():
@@ -147,7 +151,7 @@ def _request(
         raise JspecError(f"prompt {worst} has {length[worst]} tokens; the target's context holds {context}")
     limit = np.minimum(length + max_new_tokens, context).astype(np.int32)
     new_tokens = int((limit - length).max())
-    slots = kv.capacity(int(length.max()), new_tokens, decoder.nodes, decoder.chunk, BUCKET)
+    slots = max(slots, kv.capacity(int(length.max()), new_tokens, decoder.nodes, decoder.chunk, BUCKET))
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -162,11 +166,10 @@ def _policy(target: Target, batch: int, sampling: dict[str, Any]) -> Policy:
     return rows._replace(bias=rows.bias.at[:, len(target.tokenizer) :].set(-jnp.inf))
 
 
-def _seeds(seed: int | Sequence[int] | None, batch: int) -> Array:
+def _seeds(seed: int | Sequence[int | None] | None, batch: int) -> Array:
     """One key a row: of its own seed, of the seed of all, or of a fresh one."""
-    if seed is None:
-        return keys.row_keys([secrets.randbits(63) for _ in range(batch)], batch)
-    return keys.row_keys([seed] * batch if isinstance(seed, int) else list(seed), batch)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
+    return keys.row_keys([secrets.randbits(63) if one is None else one for one in seeds], batch)
 
 
 _compiled: set[tuple] = set()

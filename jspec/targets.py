@@ -81,6 +81,8 @@ def _first_layers(target: Target, count: str) -> tuple[Model, Params]:
     return model, {**params, "layers": params["layers"][: int(count)]}
 
 
-def positive(name: str, value: int) -> None:
+def positive(name: str, value: int) -> int:
+    """The value, if it is a whole number of at least 1; else `JspecError`."""
     if not isinstance(value, int) or value < 1:
         raise JspecError(f"{name} = {value!r} should be a whole number of at least 1")
+    return value

@@ -1,7 +1,10 @@
 """Settings that must stand before jax is imported; subprocesses inherit them."""
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 
@@ -11,3 +14,22 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def jspec(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    from jspec import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["jspec", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

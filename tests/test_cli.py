@@ -1,34 +1,16 @@
 """The command: text on stdout, truth on stderr, one line and a code for every mistake."""
 
 import json
-import sys
 
 import pytest
 
-from jspec import cli, generation
+from jspec import generation
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny.folder(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture
-def jspec(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["jspec", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def test_generate_streams_the_text_and_then_the_truth(jspec, folder):
@@ -70,6 +52,35 @@ def test_stop_strings_and_raw_reach_the_loop(jspec, folder):
     assert code == 0 and out == free.split(free[7:10])[0] + "\n"
 
 
+def test_sampling_options_reach_the_law(jspec, folder):
+    """A seed repeats itself, another does not; logprobs; a draft model; a ban that a bias writes."""
+    options = ("--target", folder, "--prompt", "abc", "--max-new-tokens", 24, "--json", "--temperature", 1.5)
+    texts = []
+    for seed, draft in [(1, "ngram"), (1, "self:1"), (2, "ngram")]:
+        code, out, _ = jspec("generate", *options, "--seed", seed, "--draft", draft, "--verifier", "coupled")
+        assert code == 0
+        texts.append(json.loads(out)["tokens"])
+    assert texts[0] == texts[1] != texts[2]
+    code, out, _ = jspec("generate", *options, "--seed", 1, "--logprobs", "--top-k", 1, "--draft", folder)
+    answer = json.loads(out)
+    assert answer["metrics"]["acceptance_rate"] == 1.0
+    assert answer["logprobs"]["processed"] == [0.0] * 24 and max(answer["logprobs"]["raw"]) < 0
+    first = answer["tokens"][0]
+    code, out, _ = jspec("generate", *options, "--seed", 1, "--top-k", 1, "--logit-bias", f"{first}:-100")
+    assert json.loads(out)["tokens"][0] != first
+
+
+def test_a_draft_of_another_tokenizer_is_refused(jspec, folder, tmp_path):
+    other = tiny.folder(tmp_path)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, out, err = jspec("generate", "--target", folder, "--prompt", "a", "--draft", other)
+    assert code == 1 and out == "" and len(err.splitlines()) == 1
+    assert "another tokenizer than the target: 2 of 64 ids are other tokens (ids 0, 1)" in err
+
+
 def test_demo_shows_both_and_compares(jspec, tmp_path):
     code, out, _ = jspec("demo", "--target", tiny.folder(tmp_path, context=700), "--max-new-tokens", 8)
     assert code == 0 and out.count("the same text") == 3 and out.count("n-gram:") == 3
@@ -86,6 +97,15 @@ def test_demo_shows_both_and_compares(jspec, tmp_path):
         (["--prompt", "a", "--max-new-tokens", "-5"], 1, "max_new_tokens = -5 should be"),
         (["--prompt", "a", "--draft", "magic"], 1, "unknown draft 'magic'"),
         (["--prompt", "a", "--dtype", "float8"], 2, "float8"),
+        (["--prompt", "a", "--temperature", "-1"], 1, "temperature is -1.0; it must be finite and 0"),
+        (["--prompt", "a", "--top-p", "0"], 1, "top_p is 0.0; it must be more than 0 and at most 1"),
+        (["--prompt", "a", "--min-p", "1.5"], 1, "min_p is 1.5; it must be from 0 (off) to 1"),
+        (["--prompt", "a", "--top-k", "-2"], 1, "top_k is -2; it must be an integer, 0 (off) or more"),
+        (["--prompt", "a", "--logit-bias", "9999:1"], 1, "logit_bias names token 9999"),
+        (["--prompt", "a", "--logit-bias", "x"], 2, "write TOKEN_ID:BIAS"),
+        (["--prompt", "a", "--verifier", "magic"], 2, "magic"),
+        (["--prompt", "a", "--draft", "self:9"], 1, "self:9 should be self:1 to self:1"),
+        (["--prompt", "a", "--seed", "-4"], 1, "seed -4 is out of range"),
         (["--prompt-file", "no/such/file"], 1, "cannot read the prompt file no/such/file"),
         (["--prompt", "a", "--target", "no/such/folder"], 1, "no/such/folder"),
     ],

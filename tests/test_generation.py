@@ -82,6 +82,15 @@ def test_the_host_reads_once_a_generation_and_compiles_once_a_shape(target):
     assert decoder.run._cache_size() == programs
 
 
+def test_rows_with_a_seed_stand_beside_rows_without_and_greedy_ones(target, plain):
+    options = dict(target=target, max_new_tokens=30, temperature=[0.0, 1.2, 1.2], draft="self:1")
+    one, two = (generation.generate(PROMPTS, seed=[None, 5, None], **options) for _ in range(2))
+    alone = generation.generate(PROMPTS[1], **(options | dict(temperature=1.2)), seed=5)
+    assert one[0].tokens == two[0].tokens == plain[0].tokens
+    assert one[1].tokens == two[1].tokens == alone.tokens
+    assert one[2].tokens != two[2].tokens
+
+
 def test_the_context_is_an_end(target):
     result = generation.generate("a" * 90, target=target, max_new_tokens=1000)
     assert result.finish_reason == "length" and len(result.tokens) == target.model.max_length - 90

@@ -33,9 +33,17 @@ LAYERS = (
     ("jspec.decode",),
     ("jspec.stream",),
     ("jspec.metrics",),
-    ("jspec.checkpoint", "jspec.gguf", "jspec.smollm2", "jspec.text"),
+    ("jspec.checkpoint", "jspec.gguf", "jspec.smollm2", "jspec.text", "jspec.prompts"),
     ("jspec", "jspec.api", "jspec.targets", "jspec.generation"),
-    ("jspec.train", "jspec.train.*", "jspec.batch", "jspec.batch.*", "jspec.plan", "jspec.certify"),
+    (
+        "jspec.train",
+        "jspec.train.*",
+        "jspec.batch",
+        "jspec.batch.*",
+        "jspec.plan",
+        "jspec.bench",
+        "jspec.certify",
+    ),
     ("jspec.cli", "jspec.cli.*"),
 )
 
@@ -56,7 +64,8 @@ READ_METHODS = {"item", "tolist"}
 CONVERSIONS = {"int", "float", "bool"}
 CONVERSIONS_FORBIDDEN = ("jspec.decode", "jspec.sampling*")
 
-TOO_HEAVY = "torch transformers tokenizers orbax flax gguf click rich jax.experimental.pallas".split()
+TOO_HEAVY = "torch transformers tokenizers orbax flax gguf click rich matplotlib".split()
+TOO_HEAVY += ["jax.experimental.pallas"]
 
 
 def matches(module: str, patterns: tuple[str, ...]) -> bool:

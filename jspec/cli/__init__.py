@@ -8,6 +8,7 @@ import sys
 import click
 import jax
 
+from jspec.cli.bench import bench
 from jspec.cli.demo import demo
 from jspec.cli.generate import generate
 from jspec.errors import JspecError
@@ -22,6 +23,7 @@ def cli() -> None:
 
 cli.add_command(generate)
 cli.add_command(demo)
+cli.add_command(bench)
 
 
 def main() -> None:

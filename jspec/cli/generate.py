@@ -12,6 +12,7 @@ from jspec import generation
 from jspec.checkpoint import DTYPES
 from jspec.errors import JspecError
 from jspec.metrics import Metrics
+from jspec.prompts import read_text
 from jspec.types import Logprobs
 
 
@@ -66,7 +67,7 @@ def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **opti
     if prompt is not None and prompt_file is None:
         text = prompt
     elif prompt is None and prompt_file is not None:
-        text = read_prompt(prompt_file)
+        text = read_text(prompt_file)
     else:
         raise click.UsageError("give either --prompt or --prompt-file")
 
@@ -90,16 +91,6 @@ def logprob_lines(tokens: list[int], logprobs: Logprobs) -> list[str]:
     """One line a token: its id, its log-probability under the settings, and under the model alone."""
     rows = zip(tokens, *logprobs, strict=True)
     return ["  token  processed        raw", *(f"{t:7d} {p:10.4f} {r:10.4f}" for t, p, r in rows)]
-
-
-def read_prompt(path: Path) -> str:
-    """The text of a prompt file; JspecError if there is none or it is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise JspecError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
-    except OSError as error:
-        raise JspecError(f"cannot read the prompt file {path}: {error.strerror}") from None
 
 
 def to_dict(result: generation.Generation) -> dict[str, Any]:
