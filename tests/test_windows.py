@@ -1,6 +1,7 @@
 """Sliding windows as rings: across the wrap, to the last position, with drafts refused everywhere."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jspec.models import decoder as models
 from jspec.models.layers import attend, visible_slots
 from jspec.sampling.drafters.model import model as draft_model
 from jspec.sampling.verify import greedy
+from jspec.types import Proposal
 from tests import oracle
 
 SLOTS, WINDOW, K, CHUNK = 128, 5, 4, 8
@@ -90,6 +92,24 @@ def test_a_draft_model_with_windows_is_its_target():
         assert oracle.texts(state) == wanted()
         np.testing.assert_array_equal(state.stats.accepted, state.stats.proposed)
         oracle.assert_cache_is_prefill(model, params, state._replace(cache=state.draft.cache))
+
+
+@pytest.mark.parametrize("tiny", oracle.TINY.values(), ids=oracle.TINY)
+def test_rounds_of_trees_copy_no_cache(tiny):
+    """Committing a path gathers from the cache and writes it, ring or not, in place."""
+    model, params = tiny()
+    decoder = decode.make_decoder(model, oracle.scripted(np.zeros((2, SLOTS)), 4), greedy, chunk=CHUNK)
+    state = decoder.init(params, None, oracle.request(model, [[1], [2, 3]], SLOTS, 60))
+    layout = tree.from_parents(jnp.tile(jnp.array([-1, 0, 0, 1, 2]), (2, 1)))
+    proposal = Proposal(jnp.zeros((2, 5), int), layout, jnp.full((2,), 5))
+
+    def rounds(params, state):
+        return jax.lax.fori_loop(0, 5, lambda _, s: decoder.advance(params, None, s, proposal)[0], state)
+
+    text = jax.jit(rounds, donate_argnums=1).lower(params, state).compile().as_text()
+    for entry in state.cache.layers:
+        shape = ",".join(map(str, entry.keys.shape))
+        assert f"f32[{shape}]" in text and not re.search(rf"= f32\[{shape}\]\S* copy\(", text)
 
 
 def random_tree(rng, batch: int, nodes: int):

@@ -86,12 +86,13 @@ class Reader:
         value = self.config.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
         if value is None:
             raise ConfigError(f"config.json has no {key!r}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"config.json: {key} = {value!r} should be a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ConfigError(f"config.json: {key} = {value!r} should be {kind}")
         return value
 
     def number(self, key: str, default: float) -> float:

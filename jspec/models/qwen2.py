@@ -29,7 +29,7 @@ def from_hf(config: Mapping[str, Any]) -> Config:
 
 def upper_windows(read: Reader, layers: int) -> tuple[int | None, ...]:
     """Windows of the layers from ``max_window_layers`` on, where ``use_sliding_window`` is set."""
-    window, first = read.window(absent=4096), read.integer("max_window_layers", default=28)
+    window, first = read.window(absent=4096), read.integer("max_window_layers", default=28, least=0)
     if not read.flag("use_sliding_window"):
         window = None
     return read.layer_windows(layers, window, lambda index: window is not None and index >= first)

@@ -25,6 +25,7 @@ def config_of(case, **changes):
         ("mistral", dict(sliding_window=0), "sliding_window = 0 should be a positive integer"),
         ("mistral", dict(layer_types=["full_attention"] * 2), "layer_types = .* changes the maths"),
         ("qwen2", dict(attn_logit_softcapping=30.0), "attn_logit_softcapping = 30.0 changes the maths"),
+        ("qwen2", dict(max_window_layers=-1), "max_window_layers = -1 should be an integer of at least 0"),
         ("qwen2", dict(use_sliding_window="yes"), "use_sliding_window = 'yes' should be true or false"),
         (
             "qwen2",
@@ -68,6 +69,7 @@ def test_qwen_windows_its_upper_layers_where_asked():
         assert family.from_hf(config_of(case, **upper)).windows == (None, 9)
         assert family.from_hf(config_of(case, **upper, use_sliding_window=...)).windows == ()
         assert family.from_hf(config_of(case, **upper | dict(max_window_layers=2))).windows == ()
+        assert family.from_hf(config_of(case, **upper | dict(max_window_layers=0))).windows == (9, 9)
 
 
 def test_qwen3_heads_are_128_wide_where_nothing_is_said():
