@@ -31,7 +31,7 @@ format: $(READY)
 
 # pytest answers 5 where it selected nothing.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m slow -rs || [ $$? -eq 5 ]
 
 # torch is a reference for tests and stands in no lock: only this build of it is free of CUDA.
 test-live:

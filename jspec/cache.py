@@ -1,14 +1,23 @@
-"""The KV cache: full attention, ragged rows, written as scratch and then committed.
+"""The KV cache: ragged rows, full or of a window, written as scratch and then committed.
 
 Each row has its own ``length``. `write` puts T entries in the slots after it, `commit`
 moves the length. Finished and short rows go on writing scratch entries, so the capacity
 has to be ``slots >= prompt + new tokens + max(N, chunk)``: `capacity` computes it, and
 every allocation goes through that. Writes are scatters that drop what does not fit;
 `lax.dynamic_update_slice` would silently shift it back over real keys.
+
+A layer with a sliding window of w positions is a ring (``wrap``): position p is in slot
+p mod R. No map is kept, for a slot holds the newest position that falls on it. With
+R >= w - 1 + scratch, scratch >= T, the T entries after ``length`` fall on positions that
+not even their first row sees. So a refused draft costs nothing: what it overwrote is
+out of every later window, and what it left behind is taken for the position R before,
+which is out of them too. The same holds for a length that is moved back by up to
+``scratch`` entries, as a draft model's is after a proposal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -27,11 +36,24 @@ class Cache(NamedTuple):
     length: Int[Array, "B"]  # committed entries
 
 
-def init(layers: int, batch: int, kv_heads: int, slots: int, channels: int, dtype) -> Cache:
-    """An empty cache."""
-    shape = (batch, kv_heads, slots, channels)
-    entries = tuple(Entry(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
-    return Cache(entries, jnp.zeros((batch,), jnp.int32))
+def init(slots: Sequence[int], batch: int, kv_heads: int, channels: int, dtype) -> Cache:
+    """An empty cache, of so many slots in each layer."""
+
+    def empty(size: int) -> Array:
+        return jnp.zeros((batch, kv_heads, size, channels), dtype)
+
+    return Cache(tuple(Entry(empty(size), empty(size)) for size in slots), jnp.zeros((batch,), jnp.int32))
+
+
+def ring_slots(slots: int, window: int | None, scratch: int | None) -> int:
+    """Slots that a layer needs, of the ``slots`` that a text may take; None: no window, any pass.
+
+    ``scratch``: the widest pass, and the longest way back. `_put` writes two rows at least.
+
+    >>> ring_slots(64, window=9, scratch=8), ring_slots(64, None, 8), ring_slots(64, 9, None)
+    (16, 64, 64)
+    """
+    return slots if window is None or scratch is None else min(slots, window - 1 + max(scratch, 2))
 
 
 def capacity(prompt_length: int, new_tokens: int, nodes: int, chunk: int, multiple: int = 64) -> int:
@@ -44,7 +66,9 @@ def capacity(prompt_length: int, new_tokens: int, nodes: int, chunk: int, multip
     return -(-needed // multiple) * multiple
 
 
-def _put(buffer: Float[Array, "B K S C"], rows: Float[Array, "B T K C"], start: Int[Array, "B"]):
+def _put(
+    buffer: Float[Array, "B K S C"], rows: Float[Array, "B T K C"], start: Int[Array, "B"], wrap: bool = False
+) -> Float[Array, "B K S C"]:
     """Write T rows after each sequence's own start, in place.
 
     One row alone is written twice, the second time into the next scratch slot: XLA turns
@@ -53,33 +77,46 @@ def _put(buffer: Float[Array, "B K S C"], rows: Float[Array, "B T K C"], start: 
     """
     if rows.shape[1] == 1:
         rows = jnp.concatenate([rows, rows], axis=1)
+    if wrap and rows.shape[1] > buffer.shape[2]:
+        raise ValueError(f"a pass of {rows.shape[1]} rows does not fit a ring of {buffer.shape[2]} slots")
     slots = start[:, None] + jnp.arange(rows.shape[1])
     sequence = jnp.arange(rows.shape[0])[:, None]
-    return buffer.at[sequence, :, slots].set(
-        rows.astype(buffer.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    return buffer.at[sequence, :, slots % buffer.shape[2] if wrap else slots].set(
+        rows.astype(buffer.dtype), mode="drop", unique_indices=True, indices_are_sorted=not wrap
     )
 
 
 def write(
-    entry: Entry, keys: Float[Array, "B T K C"], values: Float[Array, "B T K C"], length: Int[Array, "B"]
+    entry: Entry,
+    keys: Float[Array, "B T K C"],
+    values: Float[Array, "B T K C"],
+    length: Int[Array, "B"],
+    wrap: bool = False,
 ) -> Entry:
-    """Put T scratch entries into the slots after ``length``."""
-    return Entry(_put(entry.keys, keys, length), _put(entry.values, values, length))
+    """Put T scratch entries into the slots after ``length``. Raises ValueError for a ring that is smaller."""
+    return Entry(_put(entry.keys, keys, length, wrap), _put(entry.values, values, length, wrap))
 
 
-def commit(cache: Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"]) -> Cache:
+def commit(
+    cache: Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"], wraps: Sequence[bool] = ()
+) -> Cache:
     """Keep the first ``count`` nodes of ``path``; ``None`` is a chain, a length bump.
 
     A gather along a constant path would make XLA copy every cache each round, hence
-    the static ``None``.
+    the static ``None``. ``wraps``: which layers are rings (default: none).
     """
     if path is None:
         return cache._replace(length=cache.length + count)
     slots = cache.length[:, None] + path
 
-    def compact(buffer):
-        kept = jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2)
-        return _put(buffer, kept.swapaxes(1, 2), cache.length)
+    def compact(buffer: Array, wrap: bool) -> Array:
+        index = slots % buffer.shape[2] if wrap else slots
+        kept = jnp.take_along_axis(buffer, index[:, None, :, None], axis=2)
+        return _put(buffer, kept.swapaxes(1, 2), cache.length, wrap)
 
-    layers = tuple(Entry(compact(e.keys), compact(e.values)) for e in cache.layers)
+    rings = wraps or [False] * len(cache.layers)
+    layers = tuple(
+        Entry(compact(e.keys, wrap), compact(e.values, wrap))
+        for e, wrap in zip(cache.layers, rings, strict=True)
+    )
     return Cache(layers, cache.length + count)

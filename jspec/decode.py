@@ -145,10 +145,11 @@ def start(parts: Parts, params: Params, dparams: Params, request: Request) -> St
     batch, slots = request.tokens.shape
     limit = jnp.minimum(request.limit, parts.target.max_length)
     counts = jnp.zeros((batch, parts.paths - 1), jnp.int32)
+    scratch = max(parts.drafter.nodes, parts.chunk)
     nothing = jnp.zeros((batch, slots), jnp.float32)
     state = State(
-        cache=parts.target.init_cache(batch, slots),
-        draft=parts.drafter.init(dparams, batch, slots),
+        cache=parts.target.init_cache(batch, slots, scratch),
+        draft=parts.drafter.init(dparams, batch, slots, scratch),
         tokens=request.tokens,
         length=request.length,
         prompt_length=request.length,

@@ -1,12 +1,15 @@
-"""Reading GGUF files of the llama architecture, by the ``gguf`` package.
+"""Reading GGUF files of the llama and gemma3 architectures, by the ``gguf`` package.
 
 A GGUF file is read as if it were a Hugging Face folder: its metadata become a
-config.json, its tensors get Hugging Face names, and the rows of the query and key
-projections, which GGUF permutes for interleaved RoPE, are put back.
+config.json, its tensors get Hugging Face names, and what its converter changed is put
+back: for llama the rows of the query and key projections, permuted for interleaved
+RoPE; for gemma3 the norm weights, to which 1 was added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# config.json's keys and GGUF's, the latter without "llama."
+# config.json's keys and GGUF's, the latter without the architecture's name before them
 CONFIG = {
     "vocab_size": "vocab_size",
     "hidden_size": "embedding_length",
@@ -46,11 +49,61 @@ HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "t
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """How files of one architecture differ: names and keys beside the common ones, and their values.
+
+    ``fixed``: what config.json has to say although the file does not.
+    """
+
+    fixed: Mapping[str, Any]
+    in_layer: Mapping[str, str]
+    config: Mapping[str, str]
+    permuted: bool = False  # the rows of q and k
+    norms_plus_one: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        fixed={"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
+        in_layer={},
+        config={},
+        permuted=True,
+    ),
+    # llama.cpp has the pattern and the local base as constants; newer files may name them.
+    "gemma3": Architecture(
+        fixed={
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": None,
+            "sliding_window_pattern": 6,
+            "rope_local_base_freq": 10000.0,
+        },
+        in_layer={
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        config={
+            "sliding_window": "attention.sliding_window",
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        norms_plus_one=True,
+    ),
+}
+GEMMA3_27B_LAYERS = 62
+"""The one Gemma 3 whose scores are not scaled by its heads' width, which the file does not say."""
+
+
 class GgufFile:
     """The tensors of a GGUF file under Hugging Face names, and its config.json.
 
     Raises `JspecError` for a file that is corrupt, of another architecture, or that asks
-    for maths which a config.json of the llama family cannot express.
+    for maths which a config.json of its family cannot express.
     """
 
     def __init__(self, path: str | Path):
@@ -63,7 +116,15 @@ class GgufFile:
             self.metadata = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as error:  # a corrupt file makes the reader fail in any of numpy's ways
             raise JspecError(f"{path} is corrupt or not a GGUF file: {error}") from error
-        self._raw = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self.architecture = str(self.metadata.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise JspecError(
+                f"{path}: architecture {self.architecture!r} is not supported (supported: {known})"
+            )
+        self._kind = ARCHITECTURES[self.architecture]
+        names = {**IN_LAYER, **self._kind.in_layer}
+        self._raw = {_hf_name(tensor.name, names): tensor for tensor in reader.tensors}
         self.tensors = {name: self._describe(tensor) for name, tensor in self._raw.items()}
         self.config = _config(self)
 
@@ -75,10 +136,13 @@ class GgufFile:
             count = self.tensors[name].shape[0]
             rows = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).ravel()[start:stop]
         if len(tensor.shape) == 1:  # its blocks do not end where rows do
-            return self._gguf.dequantize(tensor.data, tensor.tensor_type)[rows]
+            vector = self._gguf.dequantize(tensor.data, tensor.tensor_type)[rows]
+            return vector - 1 if self._kind.norms_plus_one and name.endswith("norm.weight") else vector
         return self._gguf.dequantize(tensor.data[rows], tensor.tensor_type)
 
     def _permuted_heads(self, name: str) -> int | None:
+        if not self._kind.permuted:
+            return None
         if ".q_proj." in name:
             return self.config["num_attention_heads"]
         return self.config["num_key_value_heads"] if ".k_proj." in name else None
@@ -93,92 +157,106 @@ class GgufFile:
         return Tensor(tuple(int(n) for n in reversed(tensor.shape)), tensor.tensor_type.name, readable)
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, in_layer: Mapping[str, str]) -> str:
     """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; unknown names stay."""
     stem, _, kind = name.rpartition(".")
     if stem in TOP:
         return f"{TOP[stem]}.{kind}"
     blk, _, rest = stem.partition(".")
     index, _, part = rest.partition(".")
-    if blk == "blk" and index.isdecimal() and part in IN_LAYER:
-        return f"model.layers.{index}.{IN_LAYER[part]}.{kind}"
+    if blk == "blk" and index.isdecimal() and part in in_layer:
+        return f"model.layers.{index}.{in_layer[part]}.{kind}"
     return name
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
     """The config.json that describes the same model."""
-    _refuse(file)
-    config: dict[str, Any] = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-    }
-    for key, name in CONFIG.items():
-        if (value := file.metadata.get(f"llama.{name}")) is not None:
+    own = _own(file)
+    _refuse(file, own)
+    kind = ARCHITECTURES[file.architecture]
+    config: dict[str, Any] = dict(kind.fixed)
+    for key, name in {**CONFIG, **kind.config}.items():
+        if (value := own.get(name)) is not None:
             # The shortest decimal of a float32: 1e-05 for 9.999999747378752e-06
             config[key] = float(str(np.float32(value))) if isinstance(value, float) else value
     for name in ("num_attention_heads", "num_key_value_heads"):
         config.setdefault(name, config.get("num_attention_heads"))
         if type(config[name]) is not int or config[name] < 1:
-            raise JspecError(
-                f"{file.path}: llama.{CONFIG[name]} = {config[name]!r} should be a positive integer"
-            )
+            key = f"{file.architecture}.{CONFIG[name]}"
+            raise JspecError(f"{file.path}: {key} = {config[name]!r} should be a positive integer")
     if (embedding := file.tensors.get("model.embed_tokens.weight")) is not None:
         config.setdefault("vocab_size", embedding.shape[0])
-    if (factor := _linear_factor(file)) is not None:
+    if (factor := _linear_factor(file, own)) is not None:
         config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     config["tie_word_embeddings"] = "lm_head.weight" not in file.tensors
     config["attention_bias"] = any(name.endswith("_proj.bias") and "attn" in name for name in file.tensors)
     config["mlp_bias"] = any(name.endswith("_proj.bias") and "mlp" in name for name in file.tensors)
+    if file.architecture == "gemma3":
+        _gemma3_heads(config)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (value := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{name}_token_id"] = value
     return config
 
 
-def _refuse(file: GgufFile) -> None:
+def _gemma3_heads(config: dict[str, Any]) -> None:
+    """The width of the heads, and what their scores are scaled by, as llama.cpp takes them."""
+    share = config.get("hidden_size", 0) // config["num_attention_heads"]
+    channels = config.setdefault("head_dim", share)
+    big = config.get("num_hidden_layers") == GEMMA3_27B_LAYERS
+    config["query_pre_attn_scalar"] = share if big else channels
+
+
+def _own(file: GgufFile) -> dict[str, Any]:
+    """The metadata of the architecture, without its name before the keys."""
+    prefix = f"{file.architecture}."
+    return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+
+
+def _refuse(file: GgufFile, own: dict[str, Any]) -> None:
     """Raise for what changes the maths in a way that config.json cannot say."""
-    path, metadata = file.path, file.metadata
-    if (architecture := metadata.get("general.architecture")) != "llama":
-        raise JspecError(f"{path}: architecture {architecture!r} is not supported (supported: llama)")
+    path, name = file.path, file.architecture
     if "rope_freqs.weight" in file.tensors:
         raise JspecError(
             f"{path}: rope_freqs.weight (llama3 RoPE scaling, baked in) is not supported: "
             "load the model from its safetensors"
         )
-    llama = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
-    _refuse_widths(path, llama)
-    for key in sorted(llama.keys() - {*CONFIG.values(), *CHECKED, *HARMLESS}):
-        if key not in NEUTRAL or llama[key] != NEUTRAL[key]:
+    _refuse_widths(file, own)
+    known = {*CONFIG.values(), *ARCHITECTURES[name].config.values(), *CHECKED, *HARMLESS}
+    for key in sorted(own.keys() - known):
+        if key not in NEUTRAL or own[key] != NEUTRAL[key]:
             raise JspecError(
-                f"{path}: llama.{key} = {llama[key]!r} is not known here and may change the maths"
+                f"{path}: {name}.{key} = {own[key]!r} is not known here and may change the maths"
             )
 
 
-def _linear_factor(file: GgufFile) -> float | None:
+def _linear_factor(file: GgufFile, own: dict[str, Any]) -> float | None:
     """The number that positions are divided by, None for no scaling."""
-    factor = file.metadata.get("llama.rope.scaling.factor")
+    factor = own.get("rope.scaling.factor")
     # llama.cpp takes a factor without a type as linear.
-    kind = file.metadata.get("llama.rope.scaling.type", "none" if factor is None else "linear")
+    kind = own.get("rope.scaling.type", "none" if factor is None else "linear")
     if kind not in ("none", "linear"):
         raise JspecError(
-            f"{file.path}: llama.rope.scaling.type {kind!r} is not supported (none and linear are)"
+            f"{file.path}: {file.architecture}.rope.scaling.type {kind!r} is not supported "
+            "(none and linear are)"
         )
     if kind == "none":
         return None
     if not isinstance(factor, float | int) or factor <= 0:
-        raise JspecError(f"{file.path}: llama.rope.scaling.factor = {factor!r} should be a positive number")
+        name = f"{file.architecture}.rope.scaling.factor"
+        raise JspecError(f"{file.path}: {name} = {factor!r} should be a positive number")
     return factor
 
 
-def _refuse_widths(path: Path, llama: dict[str, Any]) -> None:
+def _refuse_widths(file: GgufFile, own: dict[str, Any]) -> None:
     """Heads must be rotated over their whole width, and be as wide in values as in keys."""
-    width, heads = llama.get("embedding_length"), llama.get("attention.head_count")
+    width, heads = own.get("embedding_length"), own.get("attention.head_count")
     if not (type(width) is int and type(heads) is int and heads > 0):
         return  # the reader of the config says it better
-    channels = llama.get("attention.key_length", width // heads)
+    channels = own.get("attention.key_length", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if llama.get(key, channels) != channels:
+        if own.get(key, channels) != channels:
             raise JspecError(
-                f"{path}: llama.{key} = {llama[key]!r} is not supported: heads have {channels} channels"
+                f"{file.path}: {file.architecture}.{key} = {own[key]!r} is not supported: "
+                f"heads have {channels} channels"
             )

@@ -143,7 +143,9 @@ class Info(NamedTuple):
 class Model:
     """A language model as pure functions.
 
-    * ``init_cache(batch, slots) -> cache`` with ``cache.length`` Int[B] = 0.
+    * ``init_cache(batch, slots, scratch=None) -> cache`` with ``cache.length`` Int[B] = 0.
+      ``scratch`` promises that no pass is wider, and that the length is never moved back
+      by more: layers that see a window may then keep little else. None: no promise.
     * ``forward(params, cache, tokens_BT, tree) -> (hidden_BTD, features_BTE, cache)``
       writes T scratch slots after ``cache.length`` and leaves the length alone; row i
       sees the committed slots and the nodes that the tree lets it see. It is prefill,
@@ -167,7 +169,8 @@ class Model:
 class Drafter:
     """A proposer of tokens, as pure functions. No drafter implements rollback.
 
-    * ``init(params, batch, slots) -> S``.
+    * ``init(params, batch, slots, scratch) -> S``; no ``emitted`` is longer than ``scratch``,
+      which is at least ``nodes``: what `Model.init_cache` wants to know.
     * ``absorb(params, S, emitted) -> S`` takes in confirmed tokens, the prompt's
       included, in order and each once: the only way a draft state advances. The first
       prompt token comes with a feature of zeros.

@@ -14,7 +14,7 @@ def entries(rng, batch, rows, heads=2, channels=4):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_write_reaches_its_slots_and_no_committed_one(rows):
     rng = np.random.default_rng(0)
-    entry = kv.init(1, 3, 2, 10, 4, jnp.float32).layers[0]
+    entry = kv.init([10], 3, 2, 4, jnp.float32).layers[0]
     length = jnp.array([0, 4, 9])
     keys = entries(rng, 3, rows)
     new = kv.write(entry, keys, keys + 1, length)
@@ -28,7 +28,7 @@ def test_write_reaches_its_slots_and_no_committed_one(rows):
 
 def test_commit_of_a_path_compacts_it():
     rng = np.random.default_rng(1)
-    cache = kv.init(2, 2, 2, 12, 4, jnp.float32)._replace(length=jnp.array([3, 5]))
+    cache = kv.init([12] * 2, 2, 2, 4, jnp.float32)._replace(length=jnp.array([3, 5]))
     keys = entries(rng, 2, 5)
     layers = tuple(kv.write(e, keys, 2 * keys, cache.length) for e in cache.layers)
     path, count = jnp.array([[0, 2, 4], [0, 3, 0]]), jnp.array([3, 2])

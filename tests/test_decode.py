@@ -122,7 +122,7 @@ def test_a_saved_state_resumes_with_the_same_text(tmp_path):
 
 
 @pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("make", [oracle.tiny_llama, oracle.random_table], ids=["llama", "table"])
+@pytest.mark.parametrize("make", [*oracle.TINY.values(), oracle.random_table], ids=[*oracle.TINY, "table"])
 def test_cache_after_random_rounds_is_a_fresh_prefill(make, branching):
     """Drafts accepted to every length, in chains and in trees, leave no trace of the refused ones."""
     model, params = make()
@@ -227,18 +227,21 @@ def test_a_one_token_prompt_runs_no_prefill_pass():
 
 
 def cache_copies(decoder, params, state) -> int:
-    shape = ",".join(map(str, state.cache.layers[0].keys.shape))
     text = decoder.run.lower(params, None, state).compile().as_text()
-    assert f"f32[{shape}]" in text
-    return len(re.findall(rf"= f32\[{shape}\]\S* copy\(", text))
+    count = 0
+    for shape in {",".join(map(str, entry.keys.shape)) for entry in state.cache.layers}:
+        assert f"f32[{shape}]" in text
+        count += len(re.findall(rf"= f32\[{shape}\]\S* copy\(", text))
+    return count
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafter", [none(), ngram(4)], ids=["none", "ngram"])
-def test_the_compiled_loop_copies_no_cache(drafter, batch):
-    model, params = oracle.tiny_llama()
+@pytest.mark.parametrize("tiny", oracle.TINY.values(), ids=oracle.TINY)
+def test_the_compiled_loop_copies_no_cache(tiny, drafter, batch):
+    model, params = tiny()
     decoder = decode.make_decoder(model, drafter, greedy, chunk=8)
-    state = start(decoder, params, [[1, 2]] * batch, [40] * batch)
+    state = start(decoder, params, [[1, 2]] * batch, [40] * batch, (), model)
     assert cache_copies(decoder, params, state) == 0
     aliased = decoder.run.lower(params, None, state).compile().memory_analysis().alias_size_in_bytes
     assert aliased >= sum(x.nbytes for x in jax.tree.leaves(state.cache))
@@ -247,7 +250,7 @@ def test_the_compiled_loop_copies_no_cache(drafter, batch):
 def test_the_copy_count_sees_a_copy(monkeypatch):
     """Mutant: the obvious in-place write, which XLA fuses into its readers and copies for each."""
 
-    def put(buffer, rows, start):
+    def put(buffer, rows, start, wrap):
         def one(buffer, rows, start):
             return jax.lax.dynamic_update_slice(buffer, rows.swapaxes(0, 1), (0, start, 0))
 

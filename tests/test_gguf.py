@@ -77,7 +77,7 @@ def write(path, tensors, kind="F32", architecture="llama", extra=None, drop=()):
     writer.add_eos_token_id(2)
     for name, (hf, array) in tensors.items():
         heads = HEADS if ".attn_q." in name else KV_HEADS if ".attn_k." in name else None
-        stored = permute(array, heads) if heads else array
+        stored = permute(array, heads) if heads and architecture == "llama" else array
         if array.ndim == 1 or kind == "F32":
             writer.add_tensor(name, stored)
             held[hf] = array
@@ -195,8 +195,52 @@ def test_baked_rope_factors_are_refused(tmp_path):
 
 
 def test_other_architecture(tmp_path):
-    write(tmp_path / "m.gguf", make_tensors(), architecture="gemma3")
-    refuse(tmp_path / "m.gguf", "architecture 'gemma3' is not supported (supported: llama)")
+    write(tmp_path / "m.gguf", make_tensors(), architecture="mamba")
+    refuse(tmp_path / "m.gguf", "architecture 'mamba' is not supported (supported: llama, gemma3)")
+
+
+def make_gemma3_tensors():
+    """The same with Gemma 3's norms, which its converter adds 1 to."""
+    tensors = make_tensors(tied=True)
+    for i in range(LAYERS):
+        blk, layer = f"blk.{i}", f"model.layers.{i}"
+        before_mlp = f"{layer}.pre_feedforward_layernorm.weight"
+        tensors[f"{blk}.ffn_norm.weight"] = (before_mlp, tensors[f"{blk}.ffn_norm.weight"][1])
+        for name, hf, size in [
+            ("attn_q_norm", "self_attn.q_norm", CHANNELS),
+            ("attn_k_norm", "self_attn.k_norm", CHANNELS),
+            ("post_attention_norm", "post_attention_layernorm", WIDTH),
+            ("post_ffw_norm", "post_feedforward_layernorm", WIDTH),
+        ]:
+            values = np.linspace(1, 2, size, dtype=np.float32) + i
+            tensors[f"{blk}.{name}.weight"] = (f"{layer}.{hf}.weight", values)
+    return tensors
+
+
+def test_gemma3(tmp_path):
+    path = tmp_path / "m.gguf"
+    extra = {"attention.sliding_window": 7, "attention.key_length": CHANNELS, "rope.scaling.factor": 8.0}
+    held = write(path, make_gemma3_tensors(), "Q8_0", "gemma3", extra)
+    minus_one = {name: array - 1 if "norm" in name else array for name, array in held.items()}
+    config = assert_loaded(path, minus_one).config
+    assert config.windows == (7, 7) and config.tied and config.scale == CHANNELS**-0.5
+    assert config.rope == Rope(50000.0, "linear", 8.0) and config.window_rope == Rope(10000.0)
+
+
+def test_gemma3_needs_its_window_and_no_key_that_nobody_knows(tmp_path):
+    path = tmp_path / "m.gguf"
+    write(path, make_gemma3_tensors(), architecture="gemma3")
+    with pytest.raises(JspecError, match="layers of sliding_attention, but no sliding_window"):
+        checkpoint.load(path)
+    write(path, make_gemma3_tensors(), architecture="gemma3", extra={"attn_logit_softcapping": 50.0})
+    refuse(path, "gemma3.attn_logit_softcapping = 50.0 is not known here")
+
+
+def test_gemma3_27b_scales_its_scores_by_the_heads_share(tmp_path):
+    path = tmp_path / "m.gguf"
+    extra = {"attention.sliding_window": 7, "attention.key_length": 24, "block_count": 62}
+    write(path, make_gemma3_tensors(), architecture="gemma3", extra=extra, drop=("rope.dimension_count",))
+    assert GgufFile(path).config["query_pre_attn_scalar"] == WIDTH // HEADS
 
 
 def test_tensors_that_do_not_fit(tmp_path):

@@ -69,23 +69,65 @@ def rotate(
     return turned.astype(x.dtype)
 
 
-def rms_norm(x: Float[Array, "B T D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "B T D"]:
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
     """Root-mean-square normalisation (arXiv 1910.07467), in float32."""
+    return _normalise(x, eps).astype(x.dtype) * weight
+
+
+def rms_norm_around_one(
+    x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float
+) -> Float[Array, "*B D"]:
+    """The same with weights stored as w - 1 and multiplied in float32 (Gemma)."""
+    return (_normalise(x, eps) * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def _normalise(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
+    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+
+
+def gelu_tanh(x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
+    """GELU (arXiv 1606.08415) in its tanh form."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def soft_cap(x: Float[Array, "*B"], cap: float) -> Float[Array, "*B"]:
+    """Squeeze into (-cap, cap), smoothly (Gemma 2, arXiv 2408.00118)."""
+    return cap * jnp.tanh(x / cap)
 
 
 def visible_slots(
-    length: Int[Array, "B"], rows: int, slots: int, mask: Bool[Array, "B T T"] | None
+    length: Int[Array, "B"],
+    rows: int,
+    slots: int,
+    mask: Bool[Array, "B T T"] | None,
+    window: int | None = None,
+    depth: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B T S"]:
-    """Which slots each row sees: all committed ones, and the scratch rows of its path."""
-    node = jnp.arange(slots) - length[:, None]  # the scratch row that a slot holds
+    """Which slots each row sees: all committed ones, and the scratch rows of its path.
+
+    With a ``window`` the slots are a ring (`jspec.cache`), and of those a row sees the
+    ones whose position is less than ``window`` before its own, ``length + depth``
+    (default: a chain's).
+    """
+    # The scratch row that a slot holds; committed entries count down from -1.
+    node = jnp.arange(slots) - length[:, None]
+    row = jnp.arange(rows)[None]
+    if window is not None:
+        # A ring slot holds the newest position that falls on it.
+        node = rows - 1 - (rows - 1 - node) % slots
+        row_depth = row if depth is None else depth
+        near = node[:, None, :] > row_depth[:, :, None] - window
+        near &= (node + length[:, None] >= 0)[:, None, :]
     if mask is None:
-        return node[:, None, :] <= jnp.arange(rows)[None, :, None]
+        causal = node[:, None, :] <= row[:, :, None]
+        return causal if window is None else causal & near
+    if window is not None:
+        mask = mask & (row_depth[:, :, None] - row_depth[:, None, :] < window)
     index = jnp.broadcast_to(jnp.clip(node, 0, rows - 1)[:, None, :], (node.shape[0], rows, slots))
-    on_path = jnp.take_along_axis(mask, index, axis=-1)
-    return (node < 0)[:, None, :] | (on_path & (node < rows)[:, None, :])
+    on_path = jnp.take_along_axis(mask, index, axis=-1) & (node < rows)[:, None, :]
+    committed = jnp.broadcast_to((node < 0)[:, None, :], on_path.shape)
+    return jnp.where(committed, True if window is None else near, on_path)
 
 
 def attend(
@@ -95,16 +137,24 @@ def attend(
     length: Int[Array, "B"],
     mask: Bool[Array, "B T T"] | None,
     scale: float,
+    *,
+    window: int | None = None,
+    depth: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T H C"]:
     """Attention of T scratch rows over a cache that already holds them after ``length``.
 
     H / K query heads share a kv head; softmax in float32. ``mask = None``: a chain.
+    ``window``: the slots are a ring, of which a row at ``length + depth`` sees so many
+    positions, its own included. ``softcap``: of the scaled scores.
     """
     batch, rows, heads, channels = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
     grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, channels)
-    scores = jnp.einsum("btkgc,bksc->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-    visible = visible_slots(length, rows, slots, mask)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores * scale, -jnp.inf), axis=-1)
+    scores = jnp.einsum("btkgc,bksc->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
+    visible = visible_slots(length, rows, slots, mask, window, depth)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     mixed = jnp.einsum("bkgts,bksc->btkgc", weights.astype(values.dtype), values)
     return mixed.reshape(batch, rows, heads, channels)

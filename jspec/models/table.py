@@ -38,7 +38,7 @@ def make(vocab_size: int, order: int = 1, max_length: int = 1 << 20) -> Model:
     [[[0.8..., 0.2...]]]
     """
 
-    def init_cache(batch: int, slots: int) -> TextCache:
+    def init_cache(batch: int, slots: int, scratch: int | None = None) -> TextCache:
         return TextCache(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def forward(params: Params, cache: TextCache, tokens: Int[Array, "B T"], tree: Tree):

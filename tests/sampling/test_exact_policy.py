@@ -227,7 +227,7 @@ def forward(table, cache, tokens, layout):
 
 
 LOOKUP = Model(  # its params are the table of logits
-    init_cache=lambda batch, slots: None,
+    init_cache=lambda batch, slots, scratch: None,
     forward=forward,
     commit=lambda cache, path, count: Place(cache.following, cache.following, cache.length + count),
     unembed=lambda table, hidden: table[hidden[:, :, 0].astype(int)],

@@ -57,8 +57,8 @@ def model(
         missing = ((0, 0), (0, vocab - logits.shape[1]))
         return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
-    def init(params: Params, batch: int, slots: int) -> Draft:
-        return Draft(draft.init_cache(batch, slots), jnp.zeros((batch, vocab), jnp.float32))
+    def init(params: Params, batch: int, slots: int, scratch: int) -> Draft:
+        return Draft(draft.init_cache(batch, slots, scratch), jnp.zeros((batch, vocab), jnp.float32))
 
     def absorb(params: Params, state: Draft, emitted: Emitted) -> Draft:
         room = jnp.maximum(draft.max_length - state.cache.length, 0)

@@ -52,7 +52,7 @@ def ngram(
     if match not in MATCHES:
         raise ValueError(f"match {match!r} should be one of {', '.join(MATCHES)}")
 
-    def init(params: Params, batch: int, slots: int) -> History:
+    def init(params: Params, batch: int, slots: int, scratch: int) -> History:
         return History(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def absorb(params: Params, state: History, emitted: Emitted) -> History:

@@ -12,7 +12,7 @@ from jspec.types import Context, Drafter, Emitted, Params, Proposal
 def none() -> Drafter:
     """The drafter of plain decoding: it proposes the root alone and keeps no state."""
 
-    def init(params: Params, batch: int, slots: int) -> tuple[()]:
+    def init(params: Params, batch: int, slots: int, scratch: int) -> tuple[()]:
         return ()
 
     def absorb(params: Params, state: tuple[()], emitted: Emitted) -> tuple[()]:

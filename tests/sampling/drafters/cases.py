@@ -34,11 +34,12 @@ def other_llama(k: int, **options) -> Callable[[Model, Params], tuple[Drafter, P
     """A draft model with the target's shapes and other weights; the target's own for the cycle."""
 
     def make(target: Model, params: Params) -> tuple[Drafter, Params]:
-        if target is not oracle.tiny_llama()[0]:
-            return draft_model(target, k, **options), params
-        draft, other = oracle.tiny_llama(seed=1)
-        mixed = jax.tree.map(lambda a, b: a + 0.3 * (b - a), params, other)
-        return draft_model(draft, k, **options), mixed
+        for tiny in oracle.TINY.values():
+            if target is tiny()[0]:
+                draft, other = tiny(seed=1)
+                mixed = jax.tree.map(lambda a, b: a + 0.3 * (b - a), params, other)
+                return draft_model(draft, k, **options), mixed
+        return draft_model(target, k, **options), params
 
     return make
 

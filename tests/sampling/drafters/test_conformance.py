@@ -19,28 +19,29 @@ LIMITS = [40, 2, 9, 60, 50]  # row 1 has nothing to write, row 2 one token
 
 
 @functools.cache
-def decoder_of(case, cycle=False):
-    model, params = oracle.cycle_table() if cycle else oracle.tiny_llama()
+def decoder_of(case, tiny=oracle.tiny_llama):
+    model, params = tiny()
     drafter, dparams = case.make(model, params)
     return decode.make_decoder(model, drafter, greedy, chunk=CHUNK), model, params, dparams
 
 
 @functools.cache
-def expected(row, stop):
-    model, params = oracle.tiny_llama()
+def expected(tiny, row, stop):
+    model, params = tiny()
     return oracle.greedy_text(model, params, PROMPTS[row], max(LIMITS[row], len(PROMPTS[row])), stop)
 
 
+@pytest.mark.parametrize("tiny", oracle.TINY.values(), ids=oracle.TINY)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_greedy_equals_the_oracle(case):
+def test_greedy_equals_the_oracle(case, tiny):
     """Ragged prompts, per-row limits and stop sets: each row is what plain decoding writes."""
-    decoder, model, params, dparams = decoder_of(case)
-    free = [expected(row, ()) for row in range(len(PROMPTS))]
+    decoder, model, params, dparams = decoder_of(case, tiny)
+    free = [expected(tiny, row, ()) for row in range(len(PROMPTS))]
     # stop on a token from inside each text, so that it falls inside an accepted run
     stops = [(), (), (), (free[3][25],), (free[4][33], free[4][40])]
     state = decoder.init(params, dparams, oracle.request(model, PROMPTS, SLOTS, LIMITS, stops))
     state = decoder.run(params, dparams, state)
-    wanted = [expected(row, stops[row]) for row in range(len(PROMPTS))]
+    wanted = [expected(tiny, row, stops[row]) for row in range(len(PROMPTS))]
     assert oracle.texts(state) == wanted
     ended = [STOP if text[-1] in ids and ids else LENGTH for text, ids in zip(wanted, stops, strict=True)]
     assert np.asarray(state.finish).tolist() == ended
@@ -62,7 +63,7 @@ def test_batch_of_b_is_b_batches_of_one(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_floor_on_acceptance(case):
     """Lossless is not enough: an off-by-one in the shift accepts nothing and is still lossless."""
-    decoder, model, params, dparams = decoder_of(case, cycle=True)
+    decoder, model, params, dparams = decoder_of(case, oracle.cycle_table)
     state = decoder.init(params, dparams, oracle.request(model, [[0, 1, 2, 3, 4] * 2 + [0]], SLOTS, 71))
     state = decoder.run(params, dparams, state)
     accepted, proposed = state.stats.accepted.sum(), state.stats.proposed.sum()

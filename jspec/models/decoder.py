@@ -1,0 +1,249 @@
+"""The decoder that the families share: RMSNorm, grouped-query attention with RoPE, a gated MLP.
+
+A family is a reading of config.json (`jspec.models.llama` and its neighbours); what
+differs between families is a value in `Config`, and every value is off by default, as in
+Llama. One description of the weights, one layer, one `make` serve them all.
+
+Layers are unrolled over per-layer arrays: on a CPU a scan over stacked weights copies
+each layer before its product (1.2-2 x slower). `layer` is a function of one layer's
+params alone, so a scanned form may be put beside the loop in `make`.
+
+Static: everything in `Config`, the taps, B, T and S. Traced: params, tokens, lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jspec import cache as kv
+from jspec.models.config import ConfigError, Reader
+from jspec.models.layers import Rope, Weight, attend, rms_norm, rope_frequencies, rotate, soft_cap
+from jspec.types import Model, Params, Tree
+
+FINAL = -1
+"""Tap the hidden state after the final norm, which the head reads."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shapes and constants of a decoder; the comments give the config.json keys."""
+
+    vocab_size: int
+    width: int  # hidden_size
+    mlp_width: int  # intermediate_size
+    layers: int  # num_hidden_layers
+    heads: int  # num_attention_heads
+    kv_heads: int  # num_key_value_heads
+    channels: int  # head_dim
+    max_length: int  # max_position_embeddings
+    norm_eps: float = 1e-6  # rms_norm_eps
+    rope: Rope = Rope()
+    tied: bool = False  # tie_word_embeddings: the head is the embedding
+    attention_bias: bool = False  # of q, k and v
+    output_bias: bool = False  # of o
+    mlp_bias: bool = False
+    head_norms: bool = False  # q and k are normalised head by head
+    post_norms: bool = False  # attention and MLP are normalised before they are added
+    windows: tuple[int | None, ...] = ()  # how many positions each layer sees; (): all see all
+    window_rope: Rope | None = None  # of the layers with a window, where it differs
+    scale: float | None = None  # of the scores; None: channels ** -0.5
+    embed_scale: float = 1.0
+    attention_softcap: float | None = None  # attn_logit_softcapping
+    final_softcap: float | None = None  # final_logit_softcapping
+    activation: Callable[[Array], Array] = jax.nn.silu
+    norm: Callable[[Array, Array, float], Array] = rms_norm
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a layer sees, its own included; None: all."""
+        return self.windows[layer] if self.windows else None
+
+
+def shapes(read: Reader, **absent: Any) -> dict[str, Any]:
+    """The fields of `Config` that all families read from the same keys of config.json.
+
+    ``absent``: what a missing key means in the family. Raises `ConfigError`.
+    """
+    width, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    kv_heads = read.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    return dict(
+        vocab_size=read.integer("vocab_size"),
+        width=width,
+        mlp_width=read.integer("intermediate_size"),
+        layers=read.integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        channels=read.integer("head_dim", default=absent.get("head_dim", width // heads)),
+        max_length=read.integer("max_position_embeddings", default=absent["max_position_embeddings"]),
+        norm_eps=read.number("rms_norm_eps", default=1e-6),
+        tied=read.flag("tie_word_embeddings", default=absent.get("tie_word_embeddings", False)),
+    )
+
+
+def weights(config: Config) -> dict[str, Any]:
+    """Describe every parameter: a tree of `Weight` with the structure of the params."""
+    width, vocab = config.width, config.vocab_size
+    tree: dict[str, Any] = {
+        "embed": Weight((vocab, width), ("vocab", "embed"), "model.embed_tokens.weight"),
+        "layers": [layer_weights(config, f"model.layers.{i}") for i in range(config.layers)],
+        "norm": _norm(width, "embed", "model.norm"),
+    }
+    if not config.tied:
+        tree["head"] = Weight((width, vocab), ("embed", "vocab"), "lm_head.weight", transpose=True)
+    return tree
+
+
+def layer_weights(config: Config, root: str) -> dict[str, Weight]:
+    """Describe one layer, whose tensors have names that begin with ``root``."""
+    width, mlp_width, channels = config.width, config.mlp_width, config.channels
+    query, kv_width = config.heads * channels, config.kv_heads * channels
+    attn, mlp, bias = f"{root}.self_attn", f"{root}.mlp", config.attention_bias
+    before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    tree = {
+        "attn_norm": _norm(width, "embed", f"{root}.input_layernorm"),
+        "mlp_norm": _norm(width, "embed", f"{root}.{before_mlp}"),
+        **_linear("q", f"{attn}.q_proj", (width, query), ("embed", "heads"), bias),
+        **_linear("k", f"{attn}.k_proj", (width, kv_width), ("embed", "kv_heads"), bias),
+        **_linear("v", f"{attn}.v_proj", (width, kv_width), ("embed", "kv_heads"), bias),
+        **_linear("o", f"{attn}.o_proj", (query, width), ("heads", "embed"), config.output_bias),
+        **_linear("gate", f"{mlp}.gate_proj", (width, mlp_width), ("embed", "mlp"), config.mlp_bias),
+        **_linear("up", f"{mlp}.up_proj", (width, mlp_width), ("embed", "mlp"), config.mlp_bias),
+        **_linear("down", f"{mlp}.down_proj", (mlp_width, width), ("mlp", "embed"), config.mlp_bias),
+    }
+    if config.head_norms:
+        tree["q_norm"] = _norm(channels, "channels", f"{attn}.q_norm")
+        tree["k_norm"] = _norm(channels, "channels", f"{attn}.k_norm")
+    if config.post_norms:
+        tree["attn_post_norm"] = _norm(width, "embed", f"{root}.post_attention_layernorm")
+        tree["mlp_post_norm"] = _norm(width, "embed", f"{root}.post_feedforward_layernorm")
+    return tree
+
+
+def _norm(size: int, axis: str, source: str) -> Weight:
+    return Weight((size,), (axis,), f"{source}.weight")
+
+
+def _linear(
+    name: str, source: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool
+) -> dict[str, Weight]:
+    tree = {name: Weight(shape, axes, f"{source}.weight", transpose=True)}
+    if bias:
+        tree[f"{name}_bias"] = Weight(shape[1:], axes[1:], f"{source}.bias")
+    return tree
+
+
+def project(p: Params, name: str, x: Array) -> Array:
+    """``x @ w``, plus the bias where the checkpoint has one."""
+    out = x @ p[name]
+    return out + p[f"{name}_bias"] if f"{name}_bias" in p else out
+
+
+def layer(
+    config: Config,
+    p: Params,
+    x: Array,
+    position: Array,
+    write: Callable,
+    attention: Callable,
+    rope: Rope | None = None,
+) -> tuple[Array, Any]:
+    """One decoder layer on [B, T, D]; ``write`` puts K and V in the cache and returns it.
+
+    ``rope``: this layer's, where it is not the config's.
+    """
+    batch, rows, _ = x.shape
+    frequency = rope_frequencies(rope or config.rope, config.channels)
+
+    def norm(x: Array, name: str) -> Array:
+        """Normalise, where this family does so."""
+        return config.norm(x, p[name], config.norm_eps) if name in p else x
+
+    def heads(name: str, count: int) -> Array:
+        x = project(p, name, normed).reshape(batch, rows, count, config.channels)
+        return norm(x, f"{name}_norm")
+
+    normed = norm(x, "attn_norm")
+    query = rotate(heads("q", config.heads), position, frequency)
+    key = rotate(heads("k", config.kv_heads), position, frequency)
+    entry = write(key, heads("v", config.kv_heads))
+    mixed = attention(query, entry).reshape(batch, rows, config.heads * config.channels)
+    x = x + norm(project(p, "o", mixed), "attn_post_norm")
+    normed = norm(x, "mlp_norm")
+    hidden = config.activation(project(p, "gate", normed)) * project(p, "up", normed)
+    return x + norm(project(p, "down", hidden), "mlp_post_norm"), entry
+
+
+def make(
+    config: Config,
+    *,
+    taps: tuple[int, ...] = (),
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    attend: Callable = attend,
+) -> Model:
+    """Build the `Model` of a config.
+
+    ``taps``: which residual streams become the features, concatenated in this order;
+    k means the stream after k layers (Hugging Face's ``hidden_states[k]``), `FINAL` the
+    state after the final norm. ``dtype`` is the cache's; params bring their own.
+    ``attend`` has the signature of `jspec.models.layers.attend`; what comes by keyword
+    there is passed only to the layers that need it. Raises ValueError for taps that
+    are not there.
+    """
+    if bad := [t for t in taps if not FINAL <= t <= config.layers]:
+        raise ValueError(f"taps {bad} outside 0..{config.layers} (or {FINAL}, after the final norm)")
+    windows = tuple(config.window(index) for index in range(config.layers))
+    scale = config.channels**-0.5 if config.scale is None else config.scale
+
+    def init_cache(batch: int, slots: int, scratch: int | None = None) -> kv.Cache:
+        sizes = [kv.ring_slots(slots, window, scratch) for window in windows]
+        return kv.init(sizes, batch, config.kv_heads, config.channels, dtype)
+
+    def forward(params: Params, cache: kv.Cache, tokens: Array, tree: Tree):
+        position = cache.length[:, None] + tree.depth
+        # A Python number takes the dtype of the embedding, as in transformers.
+        x = params["embed"][tokens] * config.embed_scale
+        streams, entries = {0: x}, []
+        for index, (p, entry) in enumerate(zip(params["layers"], cache.layers, strict=True)):
+            window = windows[index]
+            options = {} if window is None else dict(window=window, depth=tree.depth)
+            if config.attention_softcap is not None:
+                options["softcap"] = config.attention_softcap
+
+            def write(key, value, entry=entry, window=window):
+                return kv.write(entry, key, value, cache.length, wrap=window is not None)
+
+            def attention(query, entry, options=options):
+                return attend(query, *entry, cache.length, tree.mask, scale, **options)
+
+            rope = config.rope if window is None else config.window_rope
+            x, entry = layer(config, p, x, position, write, attention, rope)
+            streams[index + 1] = x
+            entries.append(entry)
+        hidden = streams[FINAL] = config.norm(x, params["norm"], config.norm_eps)
+        tapped = [streams[t] for t in taps] or [hidden[..., :0]]
+        return hidden, jnp.concatenate(tapped, axis=-1), cache._replace(layers=tuple(entries))
+
+    def commit(cache: kv.Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"]) -> kv.Cache:
+        return kv.commit(cache, path, count, wraps=[window is not None for window in windows])
+
+    def unembed(params: Params, hidden: Array) -> Array:
+        head, formula = (params["embed"], "btd,vd->btv") if config.tied else (params["head"], "btd,dv->btv")
+        logits = jnp.einsum(formula, hidden, head, preferred_element_type=jnp.float32)
+        return logits if config.final_softcap is None else soft_cap(logits, config.final_softcap)
+
+    return Model(
+        init_cache=init_cache,
+        forward=forward,
+        commit=commit,
+        unembed=unembed,
+        vocab_size=config.vocab_size,
+        max_length=config.max_length,
+        feature_width=len(taps) * config.width,
+    )
