@@ -1,5 +1,6 @@
 """Settings that must stand before jax is imported; subprocesses inherit them."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -16,10 +17,19 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Drop compiled programs after each file: a process may map only so many pieces of memory."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture
 def jspec(monkeypatch, capsys):
     """Run the command in this process: (exit code, stdout, stderr)."""
-
     from jspec import cli
 
     def run(*arguments):
