@@ -241,7 +241,10 @@ def test_index_stays_in_its_folder(tmp_path):
         (b"\xff\xfe", ["config.json is not JSON"]),
         (b"[1]", ["config.json should hold a JSON object, not list"]),
         (b"{}", ["config.json has no 'model_type'", "supported: gemma3_text, llama"]),
-        (b'{"model_type": "mamba"}', ["model_type 'mamba' is not supported", "supported: gemma3_text, llama"]),
+        (
+            b'{"model_type": "mamba"}',
+            ["model_type 'mamba' is not supported", "supported: gemma3_text, llama"],
+        ),
         (b'{"model_type": ["llama"]}', ["model_type ['llama'] is not supported"]),
         (b'{"model_type": "llama"}', ["hidden_size"]),
     ],
