@@ -214,7 +214,7 @@ PASSES = 6  # passes a program, so that starting it weighs little
 
 def _passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> Callable[[], Any]:
     """Target passes of ``rows`` rows, logits included, over a cache that is half full."""
-    cache = model.init_cache(batch, slots)
+    cache = model.init_cache(batch, slots, rows)
     cache = cache._replace(length=jnp.full((batch,), slots // 2, jnp.int32))
 
     @jax.jit
