@@ -48,6 +48,8 @@ class Result:
     setting: Setting
     ratios: list[float] = field(default_factory=list)  # tokens a second over plain's, one a pair
     tokens_per_second: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    plain_seconds: float = 0.0  # what plain decoding would have taken for as many tokens
     tokens: int = 0
     row_passes: int = 0  # target passes, counted in each row
     passes: int = 0  # rounds of the loop, which go on until the last row ends
@@ -64,6 +66,11 @@ class Result:
         return self.tokens / self.row_passes
 
     @property
+    def speed_up(self) -> float:
+        """Plain time over this time, all prompts and repeats together."""
+        return self.plain_seconds / self.seconds
+
+    @property
     def predicted(self) -> float:
         """The speed-up if a round cost its model passes alone."""
         narrow = self.passes - self.wide
@@ -71,8 +78,8 @@ class Result:
         return self.plain_passes / (self.wide * self.row_cost + narrow + drafting * self.draft_cost)
 
     def to_dict(self) -> dict[str, Any]:
-        """Medians, spreads and costs as plain values, for JSON."""
-        ratio = statistics.median(self.ratios)
+        """Ratios, spreads and costs as plain values, for JSON."""
+        ratio = self.speed_up
         conditional = [
             accepted / before if before else None
             for accepted, before in zip(self.accepted, [self.wide, *self.accepted], strict=False)
@@ -83,7 +90,7 @@ class Result:
             "num_speculative_tokens": self.setting.num_speculative_tokens,
             "tokens_per_second": statistics.median(self.tokens_per_second),
             "ratio_to_plain": ratio,
-            "ratio_spread": [min(self.ratios), max(self.ratios)],
+            "ratio_of_pairs": [min(self.ratios), statistics.median(self.ratios), max(self.ratios)],
             "accept_length_bonus_counted": self.accept_length,
             "acceptance_per_position": rates,
             "acceptance_per_position_given_the_one_before": conditional,
@@ -170,6 +177,8 @@ def _count(result: Result, run: Run, before: Run, after: Run) -> None:
     plain = (before.tokens + after.tokens) / (before.seconds + after.seconds)
     result.tokens_per_second.append(run.tokens / run.seconds)
     result.ratios.append(run.tokens / run.seconds / plain)
+    result.seconds += run.seconds
+    result.plain_seconds += run.tokens / plain
     result.tokens += run.tokens
     result.row_passes += int(run.stats.rounds.sum())
     result.passes += int(run.stats.rounds.max())
@@ -202,6 +211,8 @@ def _costs(target: Target, results: list[Result], jobs: list[generation.Job], ba
     middle = {key: statistics.median(values) for key, values in times.items()}
     one = middle["target", 1]
     for index, result in enumerate(results):
+        if result.setting.draft == "none":
+            continue
         result.row_cost = middle["target", result.setting.num_speculative_tokens + 1] / one
         if ("draft", index) in middle:
             result.draft_cost = middle["draft", index] / one

@@ -87,7 +87,7 @@ def table(report: dict[str, Any]) -> Table:
     for head in ("", "tok/s", "x plain", "spread", "length", "r_K+1", "draft", "pred.", "eff."):
         shown.add_column(head, justify="right" if head else "left", no_wrap=True)
     for row in report["results"]:
-        low, high = row["ratio_spread"]
+        low, _, high = row["ratio_of_pairs"]
         k = "" if row["draft"] == "none" else f" K={row['num_speculative_tokens']}"
         shown.add_row(
             row["draft"] + k,
@@ -101,8 +101,9 @@ def table(report: dict[str, Any]) -> Table:
             f"{row['loop_efficiency']:.2f}",
         )
     shown.caption = (
-        "length: tokens a target pass, bonus counted | r_K+1: cost of a pass of K + 1 rows, draft: of a "
-        "round of drafting, in one-row passes | pred.: speed-up if passes were all | eff.: measured / pred."
+        "spread: of single prompts | length: tokens a target pass, bonus counted | r_K+1: cost of a pass "
+        "of K + 1 rows, draft: of a round of drafting, in one-row passes | pred.: speed-up if passes were "
+        "all | eff.: measured / pred."
     )
     return shown
 
