@@ -52,17 +52,40 @@ def test_wrong_drafts_change_nothing_but_the_speed(spoil):
     assert 12 < state.stats.rounds[0] < 60
 
 
-def test_nothing_is_emitted_or_counted_after_a_stop_token():
+def stopped_inside_a_round():
+    """A text that a stop token ends among accepted drafts: the state, and what was emitted."""
     decoder, params, text = perfect((1, 2, 3), 63, 4)
     where = next(i for i in range(5, 60) if text.index(text[i], 3) == i and i % 5 in (0, 4))
     state = decoder.run(params, None, start(decoder, params, [[1, 2, 3]], [63], [(text[where],)]))
     assert oracle.texts(state) == [text[: where + 1]]
     assert state.finish.tolist() == [STOP]
-    emitted, rounds = where + 1 - 3, int(state.stats.rounds[0])
-    # of the emitted tokens each full round ends with one of the target's own
-    assert int(state.stats.accepted.sum()) == emitted - emitted // 5
-    assert int(state.stats.proposed.sum()) == int(state.stats.accepted.sum())
-    assert rounds == -(-emitted // 5)
+    return state, where + 1 - 3
+
+
+def counts_end_with_the_text(state, emitted) -> bool:
+    """Of the emitted tokens each full round of five ends with one of the target's own."""
+    accepted, proposed = int(state.stats.accepted.sum()), int(state.stats.proposed.sum())
+    return accepted == proposed == emitted - emitted // 5
+
+
+def test_nothing_is_emitted_or_counted_after_a_stop_token():
+    state, emitted = stopped_inside_a_round()
+    assert counts_end_with_the_text(state, emitted)
+    assert int(state.stats.rounds[0]) == -(-emitted // 5)
+
+
+def test_counting_past_a_stop_token_is_seen(monkeypatch):
+    """Mutant: the drafts that were accepted behind the stop token are counted."""
+    depths = decode._depths
+
+    def uncut(proposal, verdict, count, depth):
+        return depths(proposal, verdict, verdict.accepted + verdict.ok, depth)
+
+    monkeypatch.setattr(decode, "_depths", uncut)
+    perfect.cache_clear()
+    state, emitted = stopped_inside_a_round()
+    perfect.cache_clear()
+    assert not counts_end_with_the_text(state, emitted)
 
 
 def test_the_context_ends_at_its_last_position():
