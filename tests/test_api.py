@@ -87,20 +87,25 @@ def test_logprobs_are_the_law_of_the_text_and_the_model_alone():
     draft, dparams = oracle.tiny_llama(seed=1)
     drafter = draft_model(draft, 3)
     samples = sample(params, drafter=drafter, draft_params=dparams, logprobs=True, **rows)
+    settings, size = policy.make(1, oracle.VOCAB, **rows), PROMPTS.shape[1] + NEW
+
+    @jax.jit
+    def laws(tokens, at, start):
+        """Log-probabilities of the token at a place: the model's, and the policy's."""
+        hidden, _, _ = model.forward(params, model.init_cache(1, size + 8), tokens, tree.chain(1, size))
+        logits = model.unembed(params, hidden[:, at - 1][:, None])
+        history = policy.History(tokens, at[None], start[None], jnp.array([[-1]]))
+        logp = policy.apply(settings, history, tokens[:, at - 1][:, None], tree.chain(1, 1), logits)
+        token = tokens[0, at]
+        return jax.nn.log_softmax(logits)[0, 0, token], logp[0, 0, token]
+
     for row, start in enumerate(LENGTHS.tolist()):
         text = PROMPTS[row, :start].tolist() + samples.tokens[row].tolist()
-        tokens = jnp.array([text])
-        size = len(text)
-        hidden, _, _ = model.forward(params, model.init_cache(1, size + 8), tokens, tree.chain(1, size))
-        raw = jax.nn.log_softmax(model.unembed(params, hidden)[0])[jnp.arange(size - 1), tokens[0, 1:]]
-        np.testing.assert_allclose(samples.logprobs.raw[row], raw[start - 1 :], atol=1e-4)
-        for at in range(start, size, 7):
-            history = policy.History(tokens, jnp.array([at]), jnp.array([start]), jnp.array([[-1]]))
-            logits = model.unembed(params, hidden)[:, at - 1 : at]
-            root = tokens[:, at - 1 : at]
-            logp = policy.apply(policy.make(1, oracle.VOCAB, **rows), history, root, tree.chain(1, 1), logits)
-            got = samples.logprobs.processed[row, at - start]
-            np.testing.assert_allclose(got, logp[0, 0, text[at]], atol=1e-4)
+        tokens = jnp.array([text + [0] * (size - len(text))])
+        for at in range(start, len(text)):
+            raw, processed = laws(tokens, jnp.array(at), jnp.array(start))
+            np.testing.assert_allclose(samples.logprobs.raw[row, at - start], raw, atol=1e-4)
+            np.testing.assert_allclose(samples.logprobs.processed[row, at - start], processed, atol=1e-4)
 
 
 def test_defaults_are_plain_sampling_of_whole_rows():

@@ -26,13 +26,12 @@ def plain(target):
     return jspec.generate(prompts, target=target, draft="none", max_new_tokens=48)
 
 
-def assert_same_up_to_ties(tokens: list[int], row: dict, limit: int = 48) -> None:
-    wanted_tokens = row["tokens"][:limit]
-    for at, (got, wanted) in enumerate(zip(tokens, wanted_tokens, strict=False)):
+def assert_same_up_to_ties(tokens: list[int], row: dict) -> None:
+    for at, (got, wanted) in enumerate(zip(tokens, row["tokens"], strict=False)):
         if got != wanted:
             assert row["margins"][at] < TIE, f"{row['prompt'][:60]!r} differs at {at}"
             return
-    assert len(tokens) == len(wanted_tokens)
+    assert len(tokens) == len(row["tokens"])
 
 
 def test_logits_equal_transformers(target):
@@ -67,11 +66,11 @@ def test_greedy_ids_equal_transformers(target, plain):
 
 def test_ngram_text_equals_plain_text(target, plain):
     """In a batch the rounds are wide, alone they are narrow: each against transformers, and each other."""
-    batch = jspec.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=32)
+    batch = jspec.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=48)
     for row, one, other in zip(ROWS, plain, batch, strict=True):
-        assert_same_up_to_ties(other.tokens, row, 32)
+        assert_same_up_to_ties(other.tokens, row)
         if min(row["margins"]) > TIE:
-            assert other.tokens == one.tokens[:32] and one.text.startswith(other.text)
+            assert other.tokens == one.tokens and one.text == other.text
     assert sum(r.metrics.num_accepted_tokens for r in batch) > 0
     alone = jspec.generate(ROWS[0]["prompt"], target=target, max_new_tokens=48)
     assert_same_up_to_ties(alone.tokens, ROWS[0])

