@@ -41,6 +41,11 @@ def from_parents(parent: Int[Array, "B N"]) -> Tree:
     return Tree(parent, mask.sum(-1) - 1, mask)
 
 
+def earlier_rows(tree: Tree) -> int:
+    """Scratch rows that earlier passes of this round have put before those of a tree."""
+    return 0 if tree.mask is None else tree.mask.shape[2] - tree.mask.shape[1]
+
+
 def walk(tree: Tree, passed: Bool[Array, "B N"], depth: int) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
     """Walk down from the root, at each node to its first child that passed.
 

@@ -30,12 +30,13 @@ class Tree(NamedTuple):
     """Where the tokens of one pass stand. A chain is a tree; a prompt is a chain.
 
     ``mask = None`` says, statically, that the tree is a chain (node i's parent is
-    node i - 1): attention is causal, and committing is a length bump.
+    node i - 1): attention is causal, and committing is a length bump. A drafter that grows
+    a tree in several passes gives the mask of N new rows over all R scratch rows so far.
     """
 
     parent: Int[Array, "B N"]  # parent[i] < i; -1 for the root and for unused nodes
     depth: Int[Array, "B N"]  # position offset from the root
-    mask: Bool[Array, "B N N"] | None = None  # row i may look at node j
+    mask: Bool[Array, "B N R"] | None = None  # row i may look at node j; R = N but for a drafter's passes
 
 
 class Proposal(NamedTuple):

@@ -1,10 +1,13 @@
 """Trees: masks, depths and the walk, against a walk written as a loop."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec import tree
+from jspec.types import Tree
+from tests import oracle
 
 
 def slow_walk(parent, passed):
@@ -47,3 +50,20 @@ def test_unused_nodes_hang_nowhere():
     layout = tree.from_parents(jnp.array([[-1, 0, -1, 2]]))
     path, accepted = tree.walk(layout, jnp.array([[True, False, True, True]]), 2)
     assert path.tolist() == [[0, 0, 0]] and accepted.tolist() == [0]
+
+
+def test_a_tree_may_be_run_in_several_passes():
+    """Rows of a later pass see those of the earlier ones that their mask names."""
+    model, params = oracle.tiny_llama()
+    whole = tree.from_parents(jnp.array([[-1, -1, 0, 1, 1, 3]] * 2))
+    tokens = jax.random.randint(jax.random.key(0), (2, 6), 0, oracle.VOCAB)
+    cache = model.init_cache(2, 32)
+    _, _, cache = model.forward(params, cache, tokens + 3, tree.chain(2, 6))
+    cache = model.commit(cache, None, jnp.array([6, 2]))
+    want, _, _ = model.forward(params, cache, tokens, whole)
+    got = []
+    for start, stop in ((0, 2), (2, 5), (5, 6)):
+        rows = Tree(whole.parent[:, start:stop], whole.depth[:, start:stop], whole.mask[:, start:stop, :stop])
+        hidden, _, cache = model.forward(params, cache, tokens[:, start:stop], rows)
+        got.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(got, axis=1), want, rtol=1e-4, atol=1e-5)

@@ -24,6 +24,7 @@ from jaxtyping import Array, Int
 from jspec import cache as kv
 from jspec.models.config import ConfigError, Reader
 from jspec.models.layers import Rope, Weight, attend, rms_norm, rope_frequencies, rotate, soft_cap
+from jspec.tree import earlier_rows
 from jspec.types import Model, Params, Tree
 
 FINAL = -1
@@ -207,6 +208,7 @@ def make(
 
     def forward(params: Params, cache: kv.Cache, tokens: Array, tree: Tree):
         position = cache.length[:, None] + tree.depth
+        start = cache.length + earlier_rows(tree)
         # A Python number takes the dtype of the embedding, as in transformers.
         x = params["embed"][tokens] * config.embed_scale
         streams, entries = {0: x}, []
@@ -217,7 +219,7 @@ def make(
                 options["softcap"] = config.attention_softcap
 
             def write(key, value, entry=entry, window=window):
-                return kv.write(entry, key, value, cache.length, wrap=window is not None)
+                return kv.write(entry, key, value, start, wrap=window is not None)
 
             def attention(query, entry, options=options):
                 return attend(query, *entry, cache.length, tree.mask, scale, **options)

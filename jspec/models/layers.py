@@ -100,20 +100,23 @@ def visible_slots(
     length: Int[Array, "B"],
     rows: int,
     slots: int,
-    mask: Bool[Array, "B T T"] | None,
+    mask: Bool[Array, "B T R"] | None,
     window: int | None = None,
     depth: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B T S"]:
     """Which slots each row sees: all committed ones, and the scratch rows of its path.
 
-    With a ``window`` the slots are a ring (`jspec.cache`), and of those a row sees the
-    ones whose position is less than ``window`` before its own, ``length + depth``
-    (default: a chain's).
+    The rows are the last T of the R scratch rows that stand after ``length``. With a
+    ``window`` the slots are a ring (`jspec.cache`), and of those a row sees the ones whose
+    position is less than ``window`` before its own, ``length + depth`` (default: a chain's).
     """
     # The scratch row that a slot holds; committed entries count down from -1.
     node = jnp.arange(slots) - length[:, None]
     row = jnp.arange(rows)[None]
+    scratch = rows if mask is None else mask.shape[2]
     if window is not None:
+        if scratch != rows:
+            raise ValueError("a layer with a window takes its scratch rows in one pass")
         # A ring slot holds the newest position that falls on it.
         node = rows - 1 - (rows - 1 - node) % slots
         row_depth = row if depth is None else depth
@@ -124,8 +127,8 @@ def visible_slots(
         return causal if window is None else causal & near
     if window is not None:
         mask = mask & (row_depth[:, :, None] - row_depth[:, None, :] < window)
-    index = jnp.broadcast_to(jnp.clip(node, 0, rows - 1)[:, None, :], (node.shape[0], rows, slots))
-    on_path = jnp.take_along_axis(mask, index, axis=-1) & (node < rows)[:, None, :]
+    index = jnp.broadcast_to(jnp.clip(node, 0, scratch - 1)[:, None, :], (node.shape[0], rows, slots))
+    on_path = jnp.take_along_axis(mask, index, axis=-1) & (node < scratch)[:, None, :]
     committed = jnp.broadcast_to((node < 0)[:, None, :], on_path.shape)
     return jnp.where(committed, True if window is None else near, on_path)
 
@@ -135,7 +138,7 @@ def attend(
     keys: Float[Array, "B K S C"],
     values: Float[Array, "B K S C"],
     length: Int[Array, "B"],
-    mask: Bool[Array, "B T T"] | None,
+    mask: Bool[Array, "B T R"] | None,
     scale: float,
     *,
     window: int | None = None,
@@ -144,7 +147,8 @@ def attend(
 ) -> Float[Array, "B T H C"]:
     """Attention of T scratch rows over a cache that already holds them after ``length``.
 
-    H / K query heads share a kv head; softmax in float32. ``mask = None``: a chain.
+    H / K query heads share a kv head; softmax in float32. ``mask = None``: a chain; else
+    the rows are the last T of R scratch rows, and it says which of these each may see.
     ``window``: the slots are a ring, of which a row at ``length + depth`` sees so many
     positions, its own included. ``softcap``: of the scaled scores.
     """
