@@ -20,10 +20,18 @@ from jspec.errors import JspecError
 from jspec.sampling import keys, verify
 from jspec.sampling import policy as target_law
 from jspec.sampling.drafters.none import none
+from jspec.sampling.verify import Verifier
 from jspec.types import Drafter, Logprobs, Model, Params, Request, State, Stats
 
 VERIFIERS = {rule.name: rule for rule in (verify.token, verify.block, verify.coupled, verify.greedy)}
 """``verifier=`` -> the rule."""
+
+
+def find_verifier(name: str) -> Verifier:
+    """The rule of a name; `JspecError` if there is none."""
+    if name not in VERIFIERS:
+        raise JspecError(f"unknown verifier {name!r}: choose one of {', '.join(VERIFIERS)}")
+    return VERIFIERS[name]
 
 
 class Samples(NamedTuple):
@@ -38,15 +46,20 @@ class Samples(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def decoder(
-    target: Model, drafter: Drafter, verifier: str = "token", *, chunk: int = 64, logprobs: bool = False
+    target: Model,
+    drafter: Drafter,
+    verifier: str | Verifier = "token",
+    *,
+    chunk: int = 64,
+    logprobs: bool = False,
+    narrow: bool = True,
 ) -> decode.Decoder:
-    """`jspec.make_decoder` of a rule by its name, built once for each set of arguments.
+    """`jspec.make_decoder` of a rule, or of its name, built once for each set of arguments.
 
     Raises `JspecError` for an unknown rule, or one that does not fit the drafter.
     """
-    if verifier not in VERIFIERS:
-        raise JspecError(f"unknown verifier {verifier!r}: choose one of {', '.join(VERIFIERS)}")
-    return decode.make_decoder(target, drafter, VERIFIERS[verifier], chunk=chunk, logprobs=logprobs)
+    rule = find_verifier(verifier) if isinstance(verifier, str) else verifier
+    return decode.make_decoder(target, drafter, rule, chunk=chunk, logprobs=logprobs, narrow=narrow)
 
 
 def speculative_sample(
@@ -62,9 +75,10 @@ def speculative_sample(
     limit: Int[Array, "B"] | None = None,
     stop: Int[Array, "B Q"] | None = None,
     policy: target_law.Policy | None = None,
-    verifier: str = "token",
+    verifier: str | Verifier = "token",
     chunk: int = 64,
     logprobs: bool = False,
+    narrow: bool = True,
     **sampling: Any,
 ) -> Samples:
     """Draw a continuation of each prompt from exactly the target's law.
@@ -84,9 +98,11 @@ def speculative_sample(
         policy: rows of sampling settings, traced; or give the settings of
             `jspec.sampling.policy.make` as keyword arguments, for instance
             ``temperature=0.8, top_p=[0.9, 1.0]`` (default: temperature 1).
-        verifier: "token", "block", "coupled" or "greedy"; static.
+        verifier: "token", "block", "coupled" or "greedy", or a rule of one's own; static.
         chunk: prompt tokens a prefill pass; static.
         logprobs: keep those of the emitted tokens; static.
+        narrow: a round in which no row drafts costs a pass of one row; False: every pass
+            has as many rows, and rounds alike; static.
 
     Raises:
         JspecError: settings out of range, a prompt longer than the target's context, an
@@ -110,7 +126,7 @@ def speculative_sample(
     if policy is not None and sampling:
         raise JspecError(f"give either a policy or its settings, not both: {', '.join(sampling)}")
     rows = policy if policy is not None else target_law.make(batch, target.vocab_size, **sampling)
-    loop = decoder(target, drafter or none(), verifier, chunk=chunk, logprobs=logprobs)
+    loop = decoder(target, drafter or none(), verifier, chunk=chunk, logprobs=logprobs, narrow=narrow)
     slots = kv.capacity(width, max_new_tokens, loop.nodes, chunk)
     length = jnp.full((batch,), width) if prompt_length is None else jnp.asarray(prompt_length)
     room = jnp.full((batch,), max_new_tokens) if limit is None else jnp.minimum(limit, max_new_tokens)

@@ -13,6 +13,7 @@ again. A cache holds ``slots >= prompt + new tokens + max(N, chunk)`` entries
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from jaxtyping import Array, Bool, Int
 
 from jspec import ragged, tree
 from jspec.sampling import keys, policy
-from jspec.sampling.verify import Verifier, check_legal, verify
+from jspec.sampling.verify import Verifier, check_legal
+from jspec.sampling.walk import verify
 from jspec.types import (
     ERROR,
     LENGTH,
@@ -78,6 +80,7 @@ class Parts:
     verifier: Verifier
     chunk: int
     logprobs: bool
+    narrow: bool
 
     @property
     def paths(self) -> int:
@@ -85,28 +88,35 @@ class Parts:
 
 
 def make_decoder(
-    target: Model, drafter: Drafter, verifier: Verifier, *, chunk: int = 64, logprobs: bool = False
+    target: Model,
+    drafter: Drafter,
+    verifier: Verifier,
+    *,
+    chunk: int = 64,
+    logprobs: bool = False,
+    narrow: bool = True,
 ) -> Decoder:
     """Build the compiled loop of a target, a drafter and a verification rule.
 
-    ``logprobs``: keep those of the emitted tokens in ``state.logprobs``. Raises
-    `JspecError` for a drafter and a rule that do not fit together.
+    ``logprobs``: keep those of the emitted tokens in ``state.logprobs``. ``narrow``: a
+    round in which no row drafts runs a pass of one row; False: every pass has N rows, so
+    that the same sums are rounded in the same order. Raises `JspecError` for a drafter and
+    a rule that do not fit together.
     """
     check_legal(verifier, drafter.growth)
-    parts = Parts(target, drafter, verifier, chunk, logprobs)
+    parts = Parts(target, drafter, verifier, chunk, logprobs, narrow)
 
     def propose(params, dparams, state: State) -> tuple[Proposal, State]:
         proposal, draft = drafter.propose(dparams, state.draft, _root(state), _context(verifier, state))
         return proposal, state._replace(draft=draft)
 
     def advance(params, dparams, state: State, proposal: Proposal) -> tuple[State, Info]:
-        # At most `remaining` tokens may be emitted, so nothing is drafted beyond them.
-        proposal = proposal._replace(count=jnp.clip(proposal.count, 1, jnp.maximum(_remaining(state), 1)))
+        proposal = proposal._replace(count=_useful(proposal, _remaining(state)))
 
         def full(state):
             return verify_round(parts, params, dparams, state, proposal)
 
-        if proposal.tokens.shape[1] == 1:
+        if proposal.tokens.shape[1] == 1 or not narrow:
             return full(state)
 
         def root_only(state):
@@ -201,10 +211,10 @@ def verify_round(
     """One target pass over the proposal's nodes, and all that follows from it."""
     hidden, features, cache = parts.target.forward(params, state.cache, proposal.tokens, proposal.tree)
     logits = parts.target.unembed(params, hidden)
-    law = policy.apply(state.policy, _history(state), proposal.tokens, proposal.tree, logits)
+    law = functools.partial(_law, state, proposal, logits)
     depth = min(parts.paths, proposal.tokens.shape[1]) - 1
     verdict = verify(parts.verifier, state.key, state.length - 1, proposal, law, depth=depth)
-    tokens, count, finish = _emit(state, proposal, verdict)
+    tokens, count, finish = _emit(state, verdict)
     emitted = Emitted(tokens, count, _along(features, verdict.path))
     path = None if proposal.tree.mask is None else verdict.path
     proposed, accepted = _depths(proposal, verdict, count, parts.paths - 1)
@@ -222,37 +232,39 @@ def verify_round(
         length=state.length + count,
         finish=finish,
         stats=stats,
-        logprobs=_logprobs(state, logits, law, verdict.path, tokens, count),
+        logprobs=_logprobs(state, logits, verdict, count),
     )
     padded = jnp.pad(tokens, ((0, 0), (0, parts.paths - tokens.shape[1])))
     info = Info(padded, count, accepted.sum(1, dtype=jnp.int32), proposed.sum(1, dtype=jnp.int32), finish)
     return new, info
 
 
-def _logprobs(
-    state: State, logits: Array, law: Array, path: Array, tokens: Array, count: Array
-) -> Logprobs | None:
+def _law(state: State, proposal: Proposal, logits: Array, node: Array | None) -> Array:
+    """The target's law after one node of each row, or after all."""
+    layout = proposal.tree
+    if node is not None:
+        row = jnp.arange(node.shape[0])
+        logits = logits[row, node][:, None]
+        layout = jax.tree.map(lambda part: part[row, node][:, None], layout)
+    return policy.apply(state.policy, _history(state), proposal.tokens, layout, logits)
+
+
+def _logprobs(state: State, logits: Array, verdict: Verdict, count: Array) -> Logprobs | None:
     """Add those of the emitted tokens, each under the law of the node that it follows."""
     if state.logprobs is None:
         return None
-
-    def of(values: Array) -> Array:
-        rows = jnp.take_along_axis(_along(values, path), tokens[:, :, None], axis=2)
-        return rows[:, :, 0].astype(jnp.float32)
-
-    raw = of(logits) - _along(jax.nn.logsumexp(logits, axis=-1), path)
+    found = jnp.take_along_axis(_along(logits, verdict.path), verdict.tokens[:, :, None], axis=2)[:, :, 0]
+    raw = found - _along(jax.nn.logsumexp(logits, axis=-1), verdict.path)
     return Logprobs(
-        ragged.append(state.logprobs.processed, state.length, of(law), count),
-        ragged.append(state.logprobs.raw, state.length, raw, count),
+        ragged.append(state.logprobs.processed, state.length, verdict.logprob.astype(jnp.float32), count),
+        ragged.append(state.logprobs.raw, state.length, raw.astype(jnp.float32), count),
     )
 
 
-def _emit(state: State, proposal: Proposal, verdict: Verdict):
+def _emit(state: State, verdict: Verdict):
     """The tokens that a verdict adds, cut at the limit and after the first stop token."""
     index = jnp.arange(verdict.path.shape[1])
-    drafted = _along(proposal.tokens, jnp.roll(verdict.path, -1, axis=1))
-    at_end = index == verdict.accepted[:, None]
-    tokens = jnp.where(at_end, verdict.next[:, None], drafted).astype(state.tokens.dtype)
+    tokens = verdict.tokens.astype(state.tokens.dtype)
     count = jnp.minimum(verdict.accepted + verdict.ok, _remaining(state))
     stops = jnp.any(tokens[:, :, None] == state.stop[:, None, :], axis=-1) & (index < count[:, None])
     stopped = jnp.any(stops, axis=1)
@@ -302,6 +314,12 @@ def _root(state: State) -> Int[Array, "B"]:
 def _remaining(state: State) -> Int[Array, "B"]:
     """How many tokens each row may still emit: 0 once it has finished."""
     return jnp.where(state.finish == RUNNING, state.limit - state.length, 0)
+
+
+def _useful(proposal: Proposal, remaining: Int[Array, "B"]) -> Int[Array, "B"]:
+    """How many nodes to judge: what a chain drafts beyond the tokens that may be emitted is dropped."""
+    most = remaining if proposal.tree.mask is None else jnp.where(remaining > 1, proposal.tokens.shape[1], 1)
+    return jnp.clip(proposal.count, 1, jnp.maximum(most, 1))
 
 
 def _no_info(state: State, paths: int) -> Info:

@@ -54,8 +54,9 @@ class Verdict(NamedTuple):
 
     path: Int[Array, "B P"]  # nodes from the root to the last accepted one, then 0
     accepted: Int[Array, "B"]  # accepted drafts, the root not counted
-    next: Int[Array, "B"]  # the token that follows the last accepted one
-    ok: Bool[Array, "B"]  # False: the target's law there was not a law (NaN, +inf)
+    tokens: Int[Array, "B P"]  # what follows each node of the path: the drafts, then the target's own
+    logprob: Float[Array, "B P"]  # of these tokens, under the law at each node
+    ok: Bool[Array, "B"]  # False: the target's law at the end was not a law (NaN, +inf)
 
 
 class Emitted(NamedTuple):

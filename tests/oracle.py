@@ -10,26 +10,17 @@ import numpy as np
 
 from jspec import cache as kv
 from jspec import tree
+from jspec.certify.tiny import random_params
 from jspec.models import decoder, llama, table
 from jspec.models.layers import Rope
 from jspec.sampling import keys, policy
+from jspec.sampling.walk import verify
 from jspec.types import Context, Drafter, Emitted, Model, Proposal, Request
 
 VOCAB = 32
 CONFIG = llama.Config(
     vocab_size=VOCAB, width=24, mlp_width=32, layers=2, heads=4, kv_heads=2, channels=8, max_length=160
 )
-
-
-def random_params(tree_of_weights, seed: int = 0, scale: float = 0.4):
-    """Random params with the structure and the shapes of a weight description."""
-    leaves, structure = jax.tree.flatten(tree_of_weights)
-    rng = np.random.default_rng(seed)
-    arrays = [
-        jnp.asarray(scale * rng.standard_normal(leaf.shape) + (len(leaf.shape) == 1), jnp.float32)
-        for leaf in leaves
-    ]
-    return jax.tree.unflatten(structure, arrays)
 
 
 @functools.cache
@@ -145,3 +136,17 @@ def assert_cache_is_prefill(model: Model, params, state, window: int = 5) -> Non
     else:
         for row, n in enumerate(length):
             np.testing.assert_array_equal(state.cache.tokens[row, :n], fresh.tokens[row, :n])
+
+
+def judge(rule, key, position, proposal, law, depth: int):
+    """`jspec.sampling.walk.verify` of laws that are there already, [B, N, V]."""
+
+    def rows(node):
+        return law if node is None else law[jnp.arange(len(node)), node][:, None]
+
+    return verify(rule, key, position, proposal, rows, depth)
+
+
+def next_token(verdict):
+    """What follows the last accepted draft."""
+    return jnp.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)[:, 0]

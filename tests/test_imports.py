@@ -28,7 +28,9 @@ LAYERS = (
         "jspec.sampling.keys",
         "jspec.sampling.policy",
     ),
-    ("jspec.sampling.verify", "jspec.sampling.grow", "jspec.models", "jspec.models.*"),
+    ("jspec.sampling.siblings", "jspec.models", "jspec.models.*"),
+    ("jspec.sampling.verify", "jspec.sampling.grow"),
+    ("jspec.sampling.walk",),
     ("jspec.sampling.drafters", "jspec.sampling.drafters.*"),
     ("jspec.decode",),
     ("jspec.stream",),
@@ -43,6 +45,7 @@ LAYERS = (
         "jspec.plan",
         "jspec.bench",
         "jspec.certify",
+        "jspec.certify.*",
     ),
     ("jspec.cli", "jspec.cli.*"),
 )

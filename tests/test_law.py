@@ -6,7 +6,6 @@ that is enumerated without cache or loop. A right program gives p-values spread 
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +13,22 @@ import numpy as np
 import pytest
 
 from jspec import decode
+from jspec.certify import loop as law
+from jspec.certify.tiny import tiny
 from jspec.sampling import keys, verify
 from jspec.sampling.drafters.model import model as draft_model
 from jspec.sampling.drafters.ngram import ngram
 from jspec.sampling.drafters.none import none
 from jspec.types import Drafter
-from tests import law
 
 ROWS = 4000
 RULES = {rule.name: rule for rule in (verify.token, verify.block, verify.coupled)}
 DRAFTERS = {
     "none": (none, None),
     "ngram": (lambda: ngram(3, min_ngram=1), None),
-    "model": (lambda: draft_model(law.tiny(1)[0], 3), 1),
-    "greedy model": (lambda: draft_model(law.tiny(1)[0], 3, greedy=True), 1),
+    "model": (lambda: draft_model(tiny(1)[0], 3), 1),
+    "greedy model": (lambda: draft_model(tiny(1)[0], 3, greedy=True), 1),
 }
-
-
-@functools.cache
-def loop(rule: str, drafter: str):
-    make, seed = DRAFTERS[drafter]
-    decoder = decode.make_decoder(law.tiny(0)[0], make(), RULES[rule], chunk=4)
-    return decoder, None if seed is None else law.tiny(seed)[1]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +45,15 @@ def loop(rule: str, drafter: str):
     ],
 )
 def test_the_loop_writes_the_law(rule, drafter):
-    decoder, dparams = loop(rule, drafter)
-    values = law.p_values(decoder, law.tiny(0)[1], dparams, ROWS)
-    assert min(values) > 1e-4, values
+    make, seed = DRAFTERS[drafter]
+    dparams = None if seed is None else tiny(seed)[1]
+    found = law.chi_square(*tiny(0), make(), dparams, RULES[rule], rows=ROWS)
+    assert min(found.p_values) > 1e-4, found
 
 
 def mutant_drafter(change) -> Drafter:
     """The draft model with its proposal changed."""
-    drafter = draft_model(law.tiny(1)[0], 3)
+    drafter = draft_model(tiny(1)[0], 3)
 
     def propose(params, state, root, context):
         proposal, state = drafter.propose(params, state, root, context)
@@ -89,25 +83,21 @@ PEEK: dict = {}
 
 @pytest.mark.parametrize("change", [hotter, peeking])
 def test_a_drafter_that_lies_or_peeks_is_caught(change):
-    asked, _ = law.request(law.tiny(0)[0], ROWS)
-    PEEK["key"] = asked.key
-    decoder = decode.make_decoder(law.tiny(0)[0], mutant_drafter(change), verify.token, chunk=4)
-    values = law.p_values(decoder, law.tiny(0)[1], law.tiny(1)[1], ROWS)
-    assert min(values) < 1e-12
+    PEEK["key"] = law.request(tiny(0)[0], ROWS)[0].key
+    found = law.chi_square(*tiny(0), mutant_drafter(change), tiny(1)[1], verify.token, rows=ROWS)
+    assert min(found.p_values) < 1e-12
 
 
 def test_draft_noise_by_position_alone_is_caught():
     """Mutant: a refused draft's noise comes again, after the block rule has looked at it."""
     by_position = dataclasses.replace(verify.block, coupled=True)
-    drafter = draft_model(law.tiny(1)[0], 3)
-    decoder = decode.make_decoder(law.tiny(0)[0], drafter, by_position, chunk=4)
-    values = law.p_values(decoder, law.tiny(0)[1], law.tiny(1)[1], 4 * ROWS)
-    assert min(values) < 1e-6, values
+    found = law.chi_square(*tiny(0), draft_model(tiny(1)[0], 3), tiny(1)[1], by_position, rows=4 * ROWS)
+    assert min(found.p_values) < 1e-6, found
 
 
 def test_the_draft_of_the_target_itself_is_always_accepted():
     """K + 1 tokens a pass at any temperature and with any setting: the floor of the draft model."""
-    model, params = law.tiny(0)
+    model, params = tiny(0)
     for rule in RULES.values():
         decoder = decode.make_decoder(model, draft_model(model, 3), rule, chunk=4)
         asked, _ = law.request(model, 40)

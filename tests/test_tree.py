@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jspec import tree
-from jspec.types import Tree
+from jspec.sampling import keys
+from jspec.sampling.verify import Verifier
+from jspec.types import Proposal, Tree
 from tests import oracle
 
 
@@ -23,12 +25,28 @@ def random_parents(rng, nodes):
     return [-1] + [int(rng.integers(0, i)) for i in range(1, nodes)]
 
 
+ODD = Verifier(
+    "odd", lambda star, law: star.tokens % 2 * 1.0, lambda star, law, node: law[node], random=False
+)
+
+
+def walked(layout, passed, depth):
+    """Path and accepted drafts where the nodes that pass have odd tokens."""
+    batch, nodes = passed.shape
+    proposal = Proposal(jnp.array(passed, jnp.int32), layout, jnp.full(batch, nodes))
+    law = jnp.zeros((batch, nodes, 3))
+    found = jax.jit(oracle.judge, static_argnums=(0, 5))(
+        ODD, keys.row_keys(range(batch), batch), jnp.zeros(batch, jnp.int32), proposal, law, depth
+    )
+    return found.path, found.accepted
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 9])
-def test_walk_is_the_slow_walk(nodes):
+def test_the_walk_is_the_slow_walk(nodes):
     rng = np.random.default_rng(nodes)
     parent = np.array([random_parents(rng, nodes) for _ in range(200)])
     passed = rng.random(parent.shape) < 0.6
-    path, accepted = tree.walk(tree.from_parents(jnp.array(parent)), jnp.array(passed), nodes - 1)
+    path, accepted = walked(tree.from_parents(jnp.array(parent)), passed, nodes - 1)
     for row in range(len(parent)):
         wanted = slow_walk(parent[row], passed[row])
         assert path[row, : len(wanted)].tolist() == wanted and not path[row, len(wanted) :].any()
@@ -36,19 +54,18 @@ def test_walk_is_the_slow_walk(nodes):
 
 
 def test_a_chain_walks_as_the_tree_that_it_is():
-    rng = np.random.default_rng(0)
-    passed = jnp.array(rng.random((50, 6)) < 0.7)
+    passed = np.random.default_rng(0).random((50, 6)) < 0.7
     chain = tree.chain(50, 6)
     branching = tree.from_parents(chain.parent)
     assert (branching.depth == chain.depth).all()
-    for one, other in zip(tree.walk(chain, passed, 5), tree.walk(branching, passed, 5), strict=True):
+    for one, other in zip(walked(chain, passed, 5), walked(branching, passed, 5), strict=True):
         assert (one == other).all()
 
 
 def test_unused_nodes_hang_nowhere():
     """A node of parent -1 behind the root is never reached, though it passed."""
     layout = tree.from_parents(jnp.array([[-1, 0, -1, 2]]))
-    path, accepted = tree.walk(layout, jnp.array([[True, False, True, True]]), 2)
+    path, accepted = walked(layout, np.array([[True, False, True, True]]), 2)
     assert path.tolist() == [[0, 0, 0]] and accepted.tolist() == [0]
 
 

@@ -62,14 +62,15 @@ class History(NamedTuple):
 
 
 def apply(
-    policy: Policy, history: History, nodes: Int[Array, "B N"], tree: Tree, logits: Float[Array, "B N V"]
+    policy: Policy, history: History, nodes: Int[Array, "B R"], tree: Tree, logits: Float[Array, "B N V"]
 ) -> Float[Array, "B N V"]:
     """The law of the token after each node: normalised log-probabilities, -inf where excluded.
 
     ``nodes`` are token ids; node 0, the root, is the last token of the history. What
     comes before node i's successor is the history, then i's ancestors below the root, then
-    i itself. float64 logits give float64, all others float32. Everything is traced but
-    shapes and whether the tree is a chain. Raises nothing: see the NaN rule above.
+    i itself. Of a tree of R nodes the law may be asked at N of them: mask [B, N, R].
+    float64 logits give float64, all others float32. Everything is traced but shapes and
+    whether the tree is a chain. Raises nothing: see the NaN rule above.
 
     >>> from jspec import tree
     >>> history = History(jnp.array([[2, 0]]), jnp.array([1]), jnp.array([1]), jnp.array([[-1]]))
@@ -129,11 +130,11 @@ def _penalise(policy: Policy, history: History, nodes: Array, tree: Tree, x: Arr
     tokens = jnp.where(slot < history.length[:, None], history.tokens, vocab)  # beyond V: dropped
     written = (slot >= history.prompt_length[:, None]).astype(jnp.int32)
     counts = jnp.zeros((batch, 2, vocab), x.dtype).at[row, written, tokens].add(1, mode="drop")
-    index = jnp.arange(count)
+    index = jnp.arange(nodes.shape[1])
     above = index[:, None] >= index if tree.mask is None else tree.mask
-    above = jnp.broadcast_to(above & (index > 0), (batch, count, count))  # the history has the root
+    above = jnp.broadcast_to(above & (index > 0), (batch, count, len(index)))  # the history has the root
     generated = jnp.broadcast_to(counts[:, 1:], x.shape)
-    at = row[:, :, None], index[:, None], nodes[:, None, :]
+    at = row[:, :, None], jnp.arange(count)[:, None], nodes[:, None, :]
     generated = generated.at[at].add(above, mode="drop")
     seen = (counts[:, :1] > 0) | (generated > 0)
     penalty = _each(policy.repetition_penalty)

@@ -4,8 +4,13 @@ A rule is two deterministic functions of one row (no batch axis): ``accept`` giv
 node its chance to be kept when the walk stands at its parent and earlier siblings were
 refused, ``residual`` the law of the next token when the walk ends at a node. Together
 they are a `Plan`: everything random about a verification with the randomness taken
-out, so the output law of a rule can be summed exactly. `verify` is the loop's form: it
-throws the coins, walks, and computes the residual of the one node where the walk ends.
+out, so the output law of a rule can be summed exactly. `jspec.sampling.walk` is the
+loop's form: it throws the coins, walks, and computes the residual of the one node where
+the walk ends.
+
+A chain is given whole, so that a rule may look ahead. Of a tree a rule sees the star at
+which the walk stands (`jspec.sampling.siblings`): a node and its children, as nodes of a
+row with the law of that one node.
 
 Symbols: p is the target's law at a node, q the law that a node was drawn from (a point
 mass where the drafter gives none), γ a row's own number of drafts.
@@ -13,7 +18,7 @@ mass where the drafter gives none), γ a row's own number of drafts.
 | rule | lossless at | drafts that it can judge |
 |---|---|---|
 | `greedy`  | temperature 0 | any tree |
-| `token`   | any temperature | chains |
+| `token`   | any temperature | any tree |
 | `block`   | any temperature | chains |
 | `coupled` | any temperature | any tree |
 
@@ -28,12 +33,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from jspec import tree
 from jspec.errors import JspecError
-from jspec.sampling import keys
-from jspec.types import Proposal, Verdict
+from jspec.sampling import keys, siblings
+from jspec.types import Proposal
 
 
 class Plan(NamedTuple):
@@ -53,6 +57,7 @@ class Verifier:
 
     * ``accept(proposal, law_NV) -> Float[N]``; the root's entry is not used.
     * ``residual(proposal, law_NV, node) -> Float[V]``, log-weights of any total.
+      Of a tree both get a star and the law of its node 0 alone, [1, V].
     * ``prepare(row_key, position_N, law_NV) -> law_NV`` is applied to the law before
       both; ``position`` is that of the token which follows each node.
     * ``growths``: the kinds of draft that the rule can judge, "chain" and "tree".
@@ -60,6 +65,7 @@ class Verifier:
       thrown.
     * ``coupled``: drafters are to draw with the noise that the rule adds to the law
       (`keys.coupled_keys`), not with keys of their own.
+    * ``lossless = False``: the rule changes the target's law, and its name says so.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Verifier:
     growths: tuple[str, ...] = ("chain", "tree")
     random: bool = True
     coupled: bool = False
+    lossless: bool = True
 
 
 def check_legal(verifier: Verifier, growth: str) -> None:
@@ -89,12 +96,12 @@ def check_legal(verifier: Verifier, growth: str) -> None:
         )
 
 
-def _greedy_accept(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
+def _greedy_accept(proposal: Proposal, law: Float[Array, "M V"]) -> Float[Array, "N"]:
     following = keys.best(law)
     return (proposal.tokens == following[jnp.clip(proposal.tree.parent, 0)]).astype(law.dtype)
 
 
-def _greedy_residual(proposal: Proposal, law: Float[Array, "N V"], node: Int[Array, ""]) -> Float[Array, "V"]:
+def _greedy_residual(proposal: Proposal, law: Float[Array, "M V"], node: Int[Array, ""]) -> Float[Array, "V"]:
     row = law[node]
     return jnp.where(jnp.arange(row.shape[0]) == keys.best(row), 0.0, -jnp.inf)
 
@@ -106,8 +113,8 @@ The law may be any log-weights, raw logits too."""
 
 
 def _coupled_law(
-    row_key: UInt32[Array, "2"], position: Int[Array, "N"], law: Float[Array, "N V"]
-) -> Float[Array, "N V"]:
+    row_key: UInt32[Array, "2"], position: Int[Array, "M"], law: Float[Array, "M V"]
+) -> Float[Array, "M V"]:
     key = keys.coupled_keys(row_key)
     return law + jax.vmap(lambda at: keys.coupled_noise(key, at, law.shape[1], law.dtype))(position)
 
@@ -128,22 +135,12 @@ def _own(rows: Float[Array, "N V"], proposal: Proposal) -> Float[Array, "N"]:
     return jnp.take_along_axis(rows, proposal.tokens[:, None], axis=1)[:, 0]
 
 
-def _has_q(proposal: Proposal) -> Bool[Array, "N"]:
-    """Whether a node's q is a law (no NaN, no +inf) by which its token can occur.
-
-    Any other node is judged as a point mass, which keeps p whatever the drafter did.
-    """
-    if proposal.logq is None:
-        return jnp.zeros(proposal.tokens.shape, bool)
-    return jnp.isfinite(jnp.max(proposal.logq, axis=-1)) & (_own(proposal.logq, proposal) > -jnp.inf)
-
-
 def _log_ratio(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
     """log p/q of each node's own token."""
     p = law[jnp.clip(proposal.tree.parent, 0), proposal.tokens]
     if proposal.logq is None:
         return p
-    return p - jnp.where(_has_q(proposal), _own(proposal.logq, proposal), 0.0)
+    return p - jnp.where(siblings.has_law(proposal), _own(proposal.logq, proposal), 0.0)
 
 
 def _excess(
@@ -153,7 +150,7 @@ def _excess(
     child = jnp.minimum(node + 1, law.shape[0] - 1)
     q = jax.nn.one_hot(proposal.tokens[child], law.shape[1], dtype=law.dtype)
     if proposal.logq is not None:
-        q = jnp.where(_has_q(proposal)[child], jnp.exp(proposal.logq[child]), q)
+        q = jnp.where(siblings.has_law(proposal)[child], jnp.exp(proposal.logq[child]), q)
     return jnp.maximum(jnp.exp(law[node] + log_reach) - q, 0.0)
 
 
@@ -166,19 +163,24 @@ def _remainder(
     return jnp.where(refused, jnp.log(excess), law[node])
 
 
-def _token_accept(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
+def _token_accept(proposal: Proposal, law: Float[Array, "M V"]) -> Float[Array, "N"]:
+    if proposal.tree.mask is not None:
+        return siblings.chances(proposal, law[0])
     return jnp.exp(jnp.minimum(_log_ratio(proposal, law), 0.0))
 
 
-def _token_residual(proposal: Proposal, law: Float[Array, "N V"], node: Int[Array, ""]) -> Float[Array, "V"]:
+def _token_residual(proposal: Proposal, law: Float[Array, "M V"], node: Int[Array, ""]) -> Float[Array, "V"]:
+    if proposal.tree.mask is not None:
+        return siblings.remainder(proposal, law[0])
     return _remainder(proposal, law, node, jnp.zeros((), law.dtype))
 
 
-token = Verifier("token", _token_accept, _token_residual, growths=("chain",))
+token = Verifier("token", _token_accept, _token_residual)
 """Token by token: accept x with probability min(1, p(x)/q(x)), else draw from max(p - q, 0).
 
 (Leviathan, Kalman, Matias: Fast inference from transformers via speculative decoding,
-arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+arXiv 2211.17192; Chen et al., arXiv 2302.01318). Siblings in a tree are asked one after
+the other, each with what the earlier ones left of p: `jspec.sampling.siblings`."""
 
 
 def _log_reach(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
@@ -237,58 +239,15 @@ def plan(verifier: Verifier, proposal: Proposal, law: Float[Array, "N V"]) -> Pl
     Array(0.7, dtype=float32)
     """
     nodes = jnp.arange(law.shape[0])
-    residual = jax.vmap(lambda node: verifier.residual(proposal, law, node))(nodes)
-    return Plan(verifier.accept(proposal, law), residual)
+    if proposal.tree.mask is None:
+        residual = jax.vmap(lambda node: verifier.residual(proposal, law, node))(nodes)
+        return Plan(verifier.accept(proposal, law), residual)
 
+    def at(node: Array) -> tuple[Array, Array]:
+        star = siblings.star(proposal, node)
+        own = law[node][None]
+        chance = jnp.where(siblings.children(star), verifier.accept(star, own), 0.0)
+        return chance, verifier.residual(star, own, jnp.zeros((), jnp.int32))
 
-def _coins(row_key: UInt32[Array, "2"], position: Int[Array, ""], nodes: int) -> Float[Array, "N"]:
-    use = jax.vmap(lambda node: keys.fold(row_key, position, keys.ACCEPT, node))(jnp.arange(nodes))
-    return jax.vmap(jax.random.uniform)(use)
-
-
-def _next(verifier: Verifier, key: Array, position: Array, last: Array, weights: Array) -> Int[Array, "B"]:
-    if not verifier.random:
-        return keys.best(weights)
-    use = jax.vmap(keys.fold, (0, 0, None, 0))(key, position, keys.NEXT, last)
-    return jax.vmap(keys.draw)(use, weights)
-
-
-def verify(
-    verifier: Verifier,
-    key: UInt32[Array, "B 2"],
-    position: Int[Array, "B"],
-    proposal: Proposal,
-    law: Float[Array, "B N V"],
-    depth: int,
-) -> Verdict:
-    """Decide every row by its own key, for the round whose root stands at ``position``.
-
-    ``law`` is log-probabilities in float32; ``depth`` is the tree's, static. A draft is
-    kept iff u < accept, u in [0, 1), so that one of chance 0 never is.
-
-    A node whose law is no law (its greatest weight is not finite: NaN, +inf, or all
-    -inf) ends the walk and leaves ``ok`` False; what was accepted before it stands.
-
-    Raises:
-        JspecError: the proposal is a tree and the rule judges only chains.
-
-    >>> law, root = jnp.log(jnp.array([[[0.5, 0.5, 0.0]]])), jnp.array([[0]])
-    >>> alone = Proposal(root, tree.chain(1, 1), jnp.array([1]))
-    >>> key = keys.row_keys([3], 1)
-    >>> [int(verify(token, key, jnp.array([at]), alone, law, 0).next[0]) for at in range(5)]
-    [0, 1, 0, 1, 1]
-    """
-    check_legal(verifier, "chain" if proposal.tree.mask is None else "tree")
-    good = jnp.isfinite(jnp.max(law, axis=-1))
-    law = jax.vmap(verifier.prepare)(key, position[:, None] + proposal.tree.depth + 1, law)
-    parent_good = jnp.take_along_axis(good, jnp.clip(proposal.tree.parent, 0), axis=1)
-    if proposal.tree.mask is None:  # a chain ends with its first bad law, also for rules that look ahead
-        proposal = proposal._replace(count=jnp.minimum(proposal.count, 1 + jnp.cumprod(good, 1).sum(1)))
-    real = jnp.arange(law.shape[1]) < proposal.count[:, None]
-    chance = jax.vmap(verifier.accept)(proposal, law)
-    coins = jax.vmap(_coins, (0, 0, None))(key, position, law.shape[1]) if verifier.random else 0.0
-    path, accepted = tree.walk(proposal.tree, (coins < chance) & real & parent_good, depth)
-    last = jnp.take_along_axis(path, accepted[:, None], axis=1)[:, 0]
-    following = _next(verifier, key, position, last, jax.vmap(verifier.residual)(proposal, law, last))
-    ok = jnp.take_along_axis(good, last[:, None], axis=1)[:, 0]
-    return Verdict(path, accepted, following, ok)
+    chances, residual = jax.vmap(at)(nodes)
+    return Plan(chances.sum(axis=0), residual)  # a node is the child of one other

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.certify import enumeration as exact
 from jspec.sampling import verify as rules
 from jspec.sampling.verify import block, greedy, token
-from tests.sampling import exact
 
 VOCAB, DRAFTS = 3, 3
 

@@ -9,12 +9,12 @@ import pytest
 from scipy.stats import chisquare
 
 from jspec import ragged, tree
+from jspec.certify import enumeration as exact
 from jspec.errors import JspecError
-from jspec.sampling import keys
-from jspec.sampling import verify as rules
-from jspec.sampling.verify import block, check_legal, coupled, greedy, token, verify
+from jspec.sampling import keys, walk
+from jspec.sampling.verify import block, check_legal, coupled, greedy, token
 from jspec.types import Proposal
-from tests.sampling import exact
+from tests.oracle import judge, next_token
 
 VOCAB, DRAFTS = 3, 3
 TABLES = np.random.default_rng(1).gamma(0.3, size=(2, VOCAB, VOCAB, VOCAB)) + 0.02
@@ -64,9 +64,8 @@ def simulate(rule, key, length, drafts=DRAFTS, noise=by_round, point_masses=Fals
         proposal, law = propose(noise, key, end - 1, last, drafts)
         if point_masses:
             proposal = proposal._replace(logq=None)
-        verdict = verify(rule, key, end - 1, proposal, law, drafts)
-        new = jnp.pad(proposal.tokens[:, 1:], ((0, 0), (0, 1))).at[rows, verdict.accepted].set(verdict.next)
-        return ragged.append(text, end, new, verdict.accepted + 1), end + verdict.accepted + 1
+        verdict = judge(rule, key, end - 1, proposal, law, drafts)
+        return ragged.append(text, end, verdict.tokens, verdict.accepted + 1), end + verdict.accepted + 1
 
     start = jnp.zeros((len(key), 2 + length * (drafts + 1)), jnp.int32), jnp.full((len(key),), 2)
     text, _ = jax.jit(lambda: jax.lax.fori_loop(0, length, round_of, start))()
@@ -130,7 +129,7 @@ def test_how_often_coupled_drafts_are_accepted():
     @jax.jit
     def accepted():
         proposal, law = propose(meet, ROWS, zero + 1, (zero, zero), 1)
-        return verify(coupled, ROWS, zero + 1, proposal, law, 1).accepted
+        return judge(coupled, ROWS, zero + 1, proposal, law, 1).accepted
 
     seen = accepted().mean()
     assert abs(seen - expected) < 4 * np.sqrt(expected * (1 - expected) / len(ROWS))
@@ -149,7 +148,7 @@ def some_rows():
 
 @functools.cache
 def decision(rule):
-    return jax.jit(functools.partial(verify, rule, depth=DRAFTS))
+    return jax.jit(functools.partial(judge, rule, depth=DRAFTS))
 
 
 @pytest.mark.parametrize("rule", [greedy, token, block, coupled], ids=lambda rule: rule.name)
@@ -167,19 +166,17 @@ def test_a_row_does_not_see_its_neighbours(rule):
 def test_what_is_no_law_ends_the_walk_and_changes_nothing_before(rule):
     row, position, proposal, law = some_rows()
     proposal = proposal._replace(count=jnp.full_like(proposal.count, DRAFTS + 1))
-    clean = verify(
-        rule, row, position, proposal._replace(count=jnp.full_like(proposal.count, 3)), law, DRAFTS
-    )
-    bad = verify(rule, row, position, proposal, law.at[:, 2].set(jnp.nan), DRAFTS)
+    clean = judge(rule, row, position, proposal._replace(count=jnp.full_like(proposal.count, 3)), law, DRAFTS)
+    bad = judge(rule, row, position, proposal, law.at[:, 2].set(jnp.nan), DRAFTS)
     assert (bad.path == clean.path).all() and (bad.ok == (clean.accepted < 2)).all()
-    assert (bad.next == clean.next)[bad.ok].all() and not bad.ok.all() and bad.ok.any()
+    assert (next_token(bad) == next_token(clean))[bad.ok].all() and not bad.ok.all() and bad.ok.any()
 
 
 def test_a_coin_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
-    monkeypatch.setattr(rules, "_coins", lambda key, position, nodes: jnp.zeros(nodes))
+    monkeypatch.setattr(walk, "_coins", lambda key, position, nodes: jnp.zeros(nodes))
     row, position, proposal, law = some_rows()
     law = law.at[jnp.arange(BATCH), 0, proposal.tokens[:, 1]].set(-jnp.inf)
-    decide = jax.jit(functools.partial(verify, token, depth=DRAFTS))
+    decide = jax.jit(functools.partial(judge, token, depth=DRAFTS))
     assert not decide(row, position, proposal, law).accepted.any()
 
 
@@ -187,11 +184,10 @@ def test_rules_for_chains_refuse_trees():
     branches = tree.from_parents(jnp.array([[-1, 0, 0, 0]]))
     everything = Proposal(jnp.array([[0, 0, 1, 2]]), branches, jnp.array([4]))
     law = jnp.broadcast_to(jnp.asarray(LOGP[0, 0]), (1, 4, VOCAB))
-    for rule in (token, block):
-        check_legal(rule, "chain")
-        with pytest.raises(JspecError, match=f"'{rule.name}' judges drafts that grow as chain, not as tree"):
-            verify(rule, ROWS[:1], jnp.array([1]), everything, law, 1)
-    for rule in (greedy, coupled):
+    check_legal(block, "chain")
+    with pytest.raises(JspecError, match="'block' judges drafts that grow as chain, not as tree"):
+        judge(block, ROWS[:1], jnp.array([1]), everything, law, 1)
+    for rule in (greedy, coupled, token):
         check_legal(rule, "tree")
-        decide = jax.jit(functools.partial(verify, rule, depth=1))
+        decide = jax.jit(functools.partial(judge, rule, depth=1))
         assert decide(ROWS[:1], jnp.array([1]), everything, law).accepted.tolist() == [1]

@@ -1,0 +1,145 @@
+"""The certificate of a target and a draft: the pair greedily, the rules exactly, the loop by χ²."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jspec import api, text
+from jspec.certify import greedy, loop, rules
+from jspec.certify.tiny import tiny
+from jspec.errors import JspecError
+from jspec.sampling.drafters.model import model as draft_model
+from jspec.sampling.drafters.ngram import ngram
+from jspec.sampling.drafters.none import none
+from jspec.targets import Target, find_draft
+from jspec.types import Drafter, Params
+
+EXACT = 1e-12  # a larger total-variation error is a fault
+CHANCE = 1e-6  # so is a smaller p-value; of the 20 or so of a run a right program shows one in 50000 runs
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was found. ``coupled``: rows whose coupled text is not the plain one."""
+
+    greedy: list[greedy.Greedy]
+    exact: list[rules.Exact]
+    loop: list[loop.ChiSquare]
+    coupled: int
+    where: dict[str, str]  # backend, device, dtype, versions
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not be: empty for a lossless program."""
+        found = [
+            f"greedy text of prompt {d.prompt} parts at token {d.position}: {d.plain} against {d.drafted}"
+            + (" in the same program" if run.same_shape else f", top-2 margin {d.margin:.2g}")
+            for run in self.greedy
+            for d in run.differences
+            if d.verdict == "fault"
+        ]
+        found += [
+            f"the rule {e.rule!r} misses the law by {e.error:.2g} ({e.drafts} drafts, {e.worst})"
+            for e in self.exact
+            if e.error > EXACT
+        ]
+        found += [
+            f"the loop with rule {c.rule!r} writes another law: p = {min(c.p_values):.2g}"
+            for c in self.loop
+            if min(c.p_values) < CHANCE
+        ]
+        found += [f"{self.coupled} coupled texts are not the plain ones"] if self.coupled else []
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        runs = [
+            run._asdict() | {"differences": [d._asdict() for d in run.differences]} for run in self.greedy
+        ]
+        return {
+            **self.where,
+            "certified": not self.faults,
+            "faults": self.faults,
+            "greedy": runs,
+            "exact_law": [found._asdict() for found in self.exact],
+            "chi_square": [found._asdict() for found in self.loop],
+            "coupled_differences": self.coupled,
+        }
+
+
+def certify(
+    target: Target,
+    draft: str,
+    prompts: Sequence[text.Prompt],
+    *,
+    num_speculative_tokens: int = 4,
+    max_new_tokens: int = 64,
+    verifiers: Sequence[str] = (),
+    tolerance: float | None = None,
+    rows: int = 4000,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Certificate:
+    """Check a target and a draft, named as for `jspec.generate`, on this machine.
+
+    The greedy texts of the real pair, also in the same program; the exact law of each
+    rule, in float64; and the whole loop at temperature and with every other setting, with
+    a drafter of the same kind on a target small enough to enumerate, in the same dtype.
+
+    ``verifiers``: names of `jspec.api.VERIFIERS` (default: all that can judge this draft).
+    ``rows``: of each χ² test. Raises `JspecError` for a draft that does not fit, and for a
+    rule that is lossy by its own words.
+    """
+    drafter, draft_params = find_draft(target, draft, num_speculative_tokens, target.dtype)
+    chosen = [api.find_verifier(name) for name in verifiers or api.VERIFIERS]
+    for rule in chosen:
+        rules.check_lossless(rule)
+    legal = [rule for rule in chosen if drafter.growth in rule.growths]
+    if not legal:
+        raise JspecError(f"none of the verifiers {', '.join(verifiers)} can judge a {drafter.growth}")
+    sampling = [rule for rule in legal if rule.name != "greedy"]
+    tokens = [text.encode_prompt(target.tokenizer, prompt, False) for prompt in prompts]
+    runs = []
+    for same_shape in (False, True):
+        progress("greedy text" + (", same program" if same_shape else ""))
+        runs.append(
+            greedy.greedy_text(
+                target.model,
+                target.params,
+                drafter,
+                draft_params,
+                tokens,
+                max_new_tokens=max_new_tokens,
+                stop=target.stop_ids,
+                tolerance=tolerance,
+                rule=legal[0],
+                same_shape=same_shape,
+            )
+        )
+    exact, chances, coupled = [], [], 0
+    twin, twin_params = twin_of(draft, num_speculative_tokens, target.dtype)
+    for rule in legal:
+        progress(f"exact law, {rule.name}")
+        exact += rules.exact_law(rule)
+    for rule in sampling:
+        progress(f"law of the loop, {rule.name}")
+        small = (*tiny(0, target.dtype), twin, twin_params, rule)
+        chances.append(loop.chi_square(*small, rows=rows))
+        coupled += loop.coupled_differences(*small) if rule.coupled else 0
+    device = jax.devices()[0]
+    where = dict(jax=jax.__version__, backend=jax.default_backend(), device=device.device_kind)
+    return Certificate(runs, exact, chances, coupled, {**where, "dtype": target.dtype})
+
+
+def twin_of(draft: str, num_speculative_tokens: int, dtype: str) -> tuple[Drafter, Params]:
+    """A drafter of the same kind for a tiny target, whose drafts end within the enumerated text."""
+    k = min(num_speculative_tokens, loop.LENGTH - 1)
+    if draft == "none":
+        return none(), None
+    if draft == "ngram":
+        return ngram(k, min_ngram=1), None
+    model, params = tiny(1, dtype)
+    return draft_model(model, k), params

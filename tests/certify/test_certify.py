@@ -1,0 +1,142 @@
+"""The certificate: nothing to find in the library, and every kind of mistake is found."""
+
+import dataclasses
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec import api
+from jspec.certify import exact_law, greedy_text, report, rules
+from jspec.certify.tiny import tiny
+from jspec.errors import JspecError
+from jspec.models import table
+from jspec.sampling import verify
+from jspec.sampling.drafters.model import model as draft_model
+from jspec.sampling.drafters.ngram import ngram
+from tests import oracle
+from tests.tiny import folder as tiny_folder
+
+PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6, 5, 6, 5]]
+gullible = dataclasses.replace(verify.token, accept=lambda proposal, law: jnp.ones(law.shape[0]))
+forgetful = dataclasses.replace(verify.token, residual=lambda proposal, law, node: law[node])
+typical = dataclasses.replace(verify.token, name="typical_lossy", lossless=False)
+
+
+@pytest.fixture
+def few_laws(monkeypatch):
+    monkeypatch.setattr(rules, "INSTANCES", {"random": rules.INSTANCES["random"]})
+
+
+NGRAM = ngram(4, min_ngram=1), None  # one value each, so that a loop is compiled once
+TABLE = oracle.random_table(vocab=7, order=1)
+TABLE_DRAFT = draft_model(TABLE[0], 3), oracle.random_table(1, vocab=7, order=1)[1]
+
+
+def test_the_same_program_writes_the_same_bits():
+    target = oracle.tiny_llama()
+    for same_shape in (False, True):
+        found = greedy_text(*target, *NGRAM, PROMPTS, max_new_tokens=30, same_shape=same_shape, batch=2)
+        assert found.tokens == 90 and not found.differences and found.same_shape == same_shape
+        assert found.accept_length > 1
+
+
+def test_a_draft_that_is_not_checked_is_a_fault():
+    for same_shape in (False, True):
+        found = greedy_text(*TABLE, *TABLE_DRAFT, PROMPTS, rule=gullible, same_shape=same_shape)
+        assert found.faults == len(found.differences) == 3
+        for difference in found.differences:
+            assert difference.margin > 0 and difference.plain != difference.drafted
+
+
+def test_a_tie_is_no_fault_unless_the_program_is_the_same():
+    """After token 0 the target hardly prefers 1 to 2, and the draft takes 2; 2 is followed by 0 as 1 is."""
+    nearly = jnp.array([[0.0, 1.0, 1.0 - 1e-5], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    target = table.make(3), nearly
+    draft = draft_model(table.make(3), 2, greedy=True), nearly.at[0, 2].set(9.0)
+    check = functools.partial(greedy_text, *target, *draft, [[0]], rule=gullible, max_new_tokens=8)
+    found = check()
+    (flip,) = found.differences
+    assert flip[:4] == (0, 0, 1, 2) and flip.verdict == "tie flip" and found.faults == 0
+    assert flip.margin == pytest.approx(1e-5, rel=0.1)
+    assert check(same_shape=True).faults == check(tolerance=1e-6).faults == 1
+
+
+def test_a_stop_token_ends_both_texts():
+    text = oracle.greedy_text(*TABLE, [1, 2], 22)
+    found = greedy_text(*TABLE, *TABLE_DRAFT, [[1, 2]], max_new_tokens=20, stop=text[6:7])
+    assert found.tokens == text[2:].index(text[6]) + 1 and not found.differences
+
+
+def test_exact_law_finds_a_rule_that_is_wrong(few_laws):
+    assert max(found.error for found in exact_law(verify.block)) < report.EXACT
+    wrong = {found.drafts: found.error for found in exact_law(forgetful)}
+    assert min(wrong.values()) > 0.01
+    assert exact_law(verify.coupled) == []
+
+
+def test_a_lossy_rule_is_refused():
+    with pytest.raises(JspecError, match="'typical_lossy' is lossy"):
+        exact_law(typical)
+    with pytest.raises(JspecError, match="nothing to certify"):
+        greedy_text(*TABLE, *NGRAM, PROMPTS, rule=typical)
+    with pytest.raises(JspecError, match="nothing to certify"):
+        jspec.certify.chi_square(*tiny(0), ngram(2), None, typical)
+
+
+def test_a_target_whose_law_cannot_be_enumerated_is_refused():
+    with pytest.raises(JspecError, match="32 tokens cannot be enumerated"):
+        jspec.certify.chi_square(*oracle.tiny_llama(), ngram(2), None, verify.token)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_folder(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def options(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    path.write_text('{"prompt": "abc abc abc"}\n{"turns": ["the cat, the"]}\n')
+    return ("certify", "--target", folder, "--prompts", path, "--max-new-tokens", 20, "--rows", 300)
+
+
+def test_the_command(jspec, options, few_laws):
+    code, out, _ = jspec(*options, "--draft", "self:1")
+    assert code == 0 and out.splitlines()[-1] == "certified: no fault found"
+    assert "same shape  2 prompts" in out and "tokens equal bit for bit" in out
+    assert "exact law   block, sampled: 17 settings" in out and "coupled     0 texts differ" in out
+    code, out, err = jspec(*options, "--verifier", "token", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["certified"] and found["draft"] == "ngram" and len(found["chi_square"]) == 1
+    assert [len(c["p_values"]) for c in found["chi_square"]] == [6]
+
+
+def test_the_command_ends_with_1_at_a_fault(jspec, options, few_laws, monkeypatch):
+    monkeypatch.setitem(api.VERIFIERS, "token", gullible)
+    code, out, err = jspec(*options, "--draft", "self:1", "--verifier", "token")
+    faults = [line for line in out.splitlines() if line.startswith("FAULT")]
+    assert code == 1 and "Traceback" not in err
+    assert any("greedy text" in f for f in faults) and any("in the same program" in f for f in faults)
+    assert any("misses the law" in f for f in faults) and any(
+        "writes another law: p = 0" in f for f in faults
+    )
+
+
+def test_the_command_refuses_a_lossy_rule(jspec, options, monkeypatch):
+    monkeypatch.setitem(api.VERIFIERS, "token", typical)
+    code, out, err = jspec(*options, "--verifier", "token")
+    assert code == 1 and out == "" and "is lossy" in err and "Traceback" not in err
+
+
+def test_half_precision_is_certified_on_its_own_terms(few_laws):
+    """bfloat16: the loop's law is that of the same rounded model, and ties are wider."""
+    found = jspec.certify.chi_square(
+        *tiny(0, "bfloat16"), draft_model(tiny(1, "bfloat16")[0], 3), tiny(1, "bfloat16")[1], verify.token,
+        rows=1000,
+    )  # fmt: skip
+    assert min(found.p_values) > 1e-6 and 0 < found.acceptance_rate < 1
+    assert np.isfinite(found.p_values).all()
