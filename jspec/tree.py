@@ -28,16 +28,12 @@ def from_parents(parent: Int[Array, "B N"]) -> Tree:
     >>> from_parents(jnp.array([[-1, 0, 0, 1]])).depth.tolist()
     [[0, 1, 1, 2]]
     """
-    batch, nodes = parent.shape
-    rows = jnp.arange(batch)
-    masks: list[Array] = []
-    for node in range(nodes):
-        own = jnp.broadcast_to(jnp.arange(nodes) == node, (batch, nodes))
-        if masks:
-            above = jnp.stack(masks, axis=1)[rows, jnp.clip(parent[:, node], 0)]
-            own = own | (above & (parent[:, node] >= 0)[:, None])
-        masks.append(own)
-    mask = jnp.stack(masks, axis=1)
+    nodes = parent.shape[1]
+    index = jnp.arange(nodes)
+    above = ((parent[:, :, None] == index) | (index[:, None] == index)).astype(jnp.float32)
+    for _ in range(max(nodes - 1, 1).bit_length()):  # one step up becomes two, four, ...
+        above = jnp.minimum(above @ above, 1.0)
+    mask = above > 0
     return Tree(parent, mask.sum(-1) - 1, mask)
 
 
