@@ -73,5 +73,5 @@ def recognise(folder: Path, config: Mapping[str, Any], tensors: Collection[str])
     raise JspecError(
         f"{folder} is no draft head: its config.json has no speculators_model_type, and there are none of "
         "the tensors midlayer.* or layers.0.hidden_norm.weight (EAGLE-3), fc.weight with layers.0.* "
-        f"(EAGLE), 0.0.linear.weight or blocks.0.layers.0.weight (Medusa) among its {len(tensors)}"
+        f"(EAGLE), 0.0.linear.weight or blocks.0.layers.0.weight (Medusa) among its {len(tensors)} tensors"
     )

@@ -13,6 +13,7 @@ from jspec.heads.settings import (
     check_width,
     decoder_config,
     layer_config,
+    nested,
     shared_embedding,
     target_head,
 )
@@ -47,7 +48,7 @@ def load(
 
 def read_original(config: Mapping[str, Any], source: Source) -> Config:
     """The original format, and NVIDIA's, which has an ``eagle_config`` with the norms in it."""
-    read, extra = Reader(config), Reader(config.get("eagle_config") or {})
+    read, extra = Reader(config), Reader(nested(config, "eagle_config"))
     read.seen |= NOTES | TARGETS_OWN | {"eagle_config", "draft_vocab_size"}
     for key, expected in (("use_aux_hidden_state", False), ("use_mtp_layernorm", False)):
         extra.require(key, expected)

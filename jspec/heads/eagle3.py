@@ -20,6 +20,7 @@ from jspec.heads.settings import (
     check_width,
     decoder_config,
     layer_config,
+    nested,
     shared_embedding,
     target_head,
 )
@@ -70,7 +71,7 @@ def read_config(config: Mapping[str, Any], source: Source, target: Checkpoint) -
     speculators = "speculators_model_type" in config
     read = Reader(config)
     inner = Reader(layer_config(config)) if speculators else read
-    extra = Reader(config.get("eagle_config") or {})
+    extra = Reader(nested(config, "eagle_config"))
     read.seen |= NOTES | {"speculators_model_type", "transformer_layer_config", "eagle_config"}
     tensors = source.tensors
     layers = decoder_config(

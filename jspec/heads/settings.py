@@ -37,10 +37,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """``model_type`` of a ``transformer_layer_config`` -> what its missing keys mean."""
 
 
+def nested(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object inside a config.json; empty where there is none. Raises `ConfigError`."""
+    value = config.get(key)
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"config.json: {key} = {value!r} should be an object")
+    return value or {}
+
+
 def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The ``transformer_layer_config`` of a speculators file, whole. Raises `ConfigError`."""
-    inner = config.get("transformer_layer_config")
-    if not isinstance(inner, Mapping):
+    inner = nested(config, "transformer_layer_config")
+    if not inner:
         raise ConfigError("config.json has no 'transformer_layer_config'")
     kind = inner.get("model_type", "llama")
     if kind not in DEFAULTS:
@@ -101,5 +109,6 @@ def target_head(target: Checkpoint) -> dict[str, Array]:
 def shared_embedding(params: Params, target: Checkpoint) -> Array:
     """The embedding that a head's params should have: the target's own array, unless theirs differs."""
     given, own = target.params["embed"], params.get("embed", target.params["embed"])
-    same = own is given or (own.dtype == given.dtype and bool(jnp.array_equal(own, given)))
+    # Files often hold a copy, and it may be of a gigabyte.
+    same = own is given or bool(jnp.array_equal(own.astype(given.dtype), given))
     return given if same else own
