@@ -36,6 +36,7 @@ REFUSED = {
         "reads features of width 24, and .* has a width of 32",
     ),
     "another vocabulary": (BASE | dict(vocab_size=200), {}, "a target of 200 tokens, and .* has 199"),
+    "a deeper target": (BASE | dict(num_target_layers=36), {}, "a target of 36 layers, and .* has 8"),
     "a layer too far": (
         BASE | dict(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
         {},

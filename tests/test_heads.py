@@ -68,7 +68,7 @@ def eagle_of_speculators(rng):
 def eagle3_of_deepspec(rng):
     """Five taps, numbered by the layer they come out of; norms on q and k; the whole vocabulary."""
     state = owning(rng, without(eagle3(rng, ("layers.0",), 5, VOCAB, norms=True), "d2t", "t2d"))
-    config = BASE | dict(model_type="qwen3", target_layer_ids=[5, 0, 2, 3, 7])
+    config = BASE | dict(model_type="qwen3", target_layer_ids=[5, 0, 2, 3, 7], num_target_layers=8)
     return config, state, slow(state, "layers.0", taps=5), (1, 3, 4, 6, 8)
 
 
@@ -78,7 +78,7 @@ def eagle3_of_nvidia(rng):
     layers = dict(eagle_aux_hidden_state_layer_ids=[6, 0, 4], use_aux_hidden_state=True)
     norms = dict(norm_before_fc=True, return_hidden_post_norm=True, use_last_layernorm=True)
     config = nvidia(**layers, **norms, use_input_layernorm_in_first_layer=True, parallel_draft_step=1)
-    config |= dict(num_hidden_layers=2, draft_vocab_size=96, rope_theta=700.0)
+    config |= dict(num_hidden_layers=2, truncated_vocab_size=96, rope_theta=700.0)
     settings = dict(before_fc="input_norm", recycle_normed=True, theta=700.0)
     return config, state, slow(state, "midlayer.0", "midlayer.1", **settings), (1, 5, 7)
 
@@ -86,7 +86,8 @@ def eagle3_of_nvidia(rng):
 def eagle3_of_nvidia_on_one_feature(rng):
     """No taps: the head takes the last state as it is, and has no final norm."""
     state = without(eagle3(rng, ("layers.0",)), "fc.weight", "norm.weight", "t2d")
-    config = nvidia(use_aux_hidden_state=False, use_last_layernorm=False) | dict(draft_vocab_size=96)
+    config = nvidia(use_aux_hidden_state=False, use_last_layernorm=False, eagle_aux_hidden_state_layer_ids=[])
+    config |= dict(draft_vocab_size=96)
     return config, state, slow(state, "layers.0", fc=None, norm=None), (-1,)
 
 

@@ -77,7 +77,8 @@ def read_config(config: Mapping[str, Any], source: Source, target: Checkpoint) -
     layers = decoder_config(
         inner, tensors, roots(tensors, 1)[0], head_norms=speculators and inner.get("model_type") == "qwen3"
     )
-    draft_vocab = read.integer("draft_vocab_size", default=layers.vocab_size)
+    words = read.integer("truncated_vocab_size", default=layers.vocab_size)
+    draft_vocab = read.integer("draft_vocab_size", default=words)
     target_width = read.integer("target_hidden_size", default=layers.width)
     fuses = _read_extra(extra)
     tied = read.flag("tie_word_embeddings")
@@ -86,16 +87,16 @@ def read_config(config: Mapping[str, Any], source: Source, target: Checkpoint) -
     parsed = Config(
         decoder=layers,
         draft_vocab=draft_vocab,
-        taps=read_taps(read, extra, target) if fuses else (FINAL,),
+        taps=read_taps(read, extra, target, fuses),
         target_width=target_width,
         fc=fuses,
         fc_bias=read.flag("bias"),
-        norm_before_fc=read.flag("norm_before_fc") or extra.flag("norm_before_fc"),
+        norm_before_fc=read.flag("norm_before_fc") | extra.flag("norm_before_fc"),
         fc_norm=read.flag("fc_norm"),
         # vLLM takes a missing key of speculators' as true, and so do we.
         norm_before_residual=read.flag("norm_before_residual", default=speculators),
         final_norm=extra.flag("use_last_layernorm", default=True),
-        norm_output=read.flag("norm_output") or extra.flag("return_hidden_post_norm"),
+        norm_output=read.flag("norm_output") | extra.flag("return_hidden_post_norm"),
         own_embed="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors or not fits,
     )
@@ -117,15 +118,19 @@ def _read_extra(extra: Reader) -> bool:
     return extra.flag("use_aux_hidden_state", default=True)
 
 
-def read_taps(read: Reader, extra: Reader, target: Checkpoint) -> tuple[int, ...]:
+def read_taps(read: Reader, extra: Reader, target: Checkpoint, fuses: bool) -> tuple[int, ...]:
     """The tapped layers, k being the stream after k layers, in ascending order.
 
-    At the top level vLLM and speculators count so; NVIDIA's ``eagle_config`` and DeepSpec's
+    Without ``fuses`` the one tap is the last state, after its norm. At the top level vLLM and speculators count so; NVIDIA's ``eagle_config`` and DeepSpec's
     ``target_layer_ids`` number the layers from 0 and mean what comes out of them.
     """
     named = ((read, TAPS, 0), (extra, TAPS, 1), (read, "target_layer_ids", 1))
     found = [([*ids], shift) for reader, key, shift in named if (ids := _integers(reader, key))]
     layers = target.config.layers
+    if (made_for := read.integer("num_target_layers", default=layers)) != layers:
+        raise JspecError(f"the head is for a target of {made_for} layers, and {target.path} has {layers}")
+    if not fuses:
+        return (FINAL,)
     ids, shift = found[0] if found else ([2, layers // 2, layers - 3], 0)
     taps = tuple(sorted({index + shift for index in ids}))
     if not found and (len(taps) < 3 or taps[0] < 0):

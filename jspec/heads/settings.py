@@ -20,7 +20,7 @@ from jspec.types import Params
 NOTES = frozenset(
     """speculators_version speculators_config embed_requires_grad enable_sp_ulysses has_no_defaults_at_init
     base_model_name_or_path target_model_type num_eagle_features has_lm_head eagle_decoder_type
-    parallel_draft_heads_num_layers position_embedding_type ttt_steps version
+    parallel_draft_heads_num_layers position_embedding_type ttt_steps ttt_length version target_vocab_size
     """.split()
 )
 
