@@ -121,8 +121,9 @@ def _read_extra(extra: Reader) -> bool:
 def read_taps(read: Reader, extra: Reader, target: Checkpoint, fuses: bool) -> tuple[int, ...]:
     """The tapped layers, k being the stream after k layers, in ascending order.
 
-    Without ``fuses`` the one tap is the last state, after its norm. At the top level vLLM and speculators count so; NVIDIA's ``eagle_config`` and DeepSpec's
-    ``target_layer_ids`` number the layers from 0 and mean what comes out of them.
+    Without ``fuses`` the one tap is the last state, after its norm. At the top level vLLM and
+    speculators count so; NVIDIA's ``eagle_config`` and DeepSpec's ``target_layer_ids`` number
+    the layers from 0 and mean what comes out of them.
     """
     named = ((read, TAPS, 0), (extra, TAPS, 1), (read, "target_layer_ids", 1))
     found = [([*ids], shift) for reader, key, shift in named if (ids := _integers(reader, key))]

@@ -51,7 +51,7 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not inner:
         raise ConfigError("config.json has no 'transformer_layer_config'")
     kind = inner.get("model_type", "llama")
-    if kind not in DEFAULTS:
+    if not isinstance(kind, str) or kind not in DEFAULTS:
         raise unsupported("transformer_layer_config.model_type", kind, f"{', '.join(DEFAULTS)} are")
     return {**DEFAULTS[kind], **{key: value for key, value in inner.items() if value is not None}}
 

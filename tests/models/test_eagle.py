@@ -118,6 +118,20 @@ def test_a_text_may_be_cut_anywhere(case):
         assert_close(np.concatenate(logits), golden["logits"])
 
 
+def test_rows_of_a_batch_stand_where_they_are():
+    loaded, step, golden, _ = load("eagle3/head")
+    tokens, stream = (jnp.repeat(x, 2, axis=0) for x in prompt_rows("eagle3/head"))
+    cache = loaded.head.init_cache(2, SLOTS)
+    _, _, cache = step(loaded.params, cache, tokens, stream, tree.chain(*tokens.shape))
+    starts = jnp.array([7, 5])
+    cache = loaded.head.commit(cache, None, starts)
+    index = starts[:, None] + jnp.arange(3)
+    fed = jnp.take_along_axis(tokens, index, axis=1)
+    taken = jnp.take_along_axis(stream, index[..., None], axis=1)
+    logits, _, _ = step(loaded.params, cache, fed, taken, tree.chain(2, 3))
+    assert_close(logits, golden["logits"][np.asarray(index)])
+
+
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 4, 4]
 LEVELS = [(0, 1), (1, 3), (3, 9)]
 
