@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,15 +87,18 @@ def load(path: str | Path, dtype: Any = jnp.float32) -> Checkpoint:
     return Checkpoint(family, parsed, load_params(family.weights(parsed), source, dtype), path)
 
 
-def load_params(weights: Any, source: Source, dtype: Any = jnp.float32) -> Params:
+def load_params(
+    weights: Any, source: Source, dtype: Any = jnp.float32, ignore: Collection[str] = ()
+) -> Params:
     """Read every `Weight` of a tree from a source, as ``dtype`` arrays on the default device.
 
-    Raises one `JspecError` that names every missing, unknown, misshapen or unreadable tensor.
+    ``ignore``: names of tensors that the source may hold beside them. Raises one
+    `JspecError` that names every missing, unknown, misshapen or unreadable tensor.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
         raise JspecError(f"cannot load weights as {dtype.name}: choose one of {', '.join(DTYPES)}")
-    _check(jax.tree.leaves(weights), source)
+    _check(jax.tree.leaves(weights), source, ignore)
     return jax.tree.map(lambda weight: _read(weight, source, dtype), weights)
 
 
@@ -170,17 +173,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder: model.safetensors, or the shards of its index.
+    """The tensors of a folder: model.safetensors, or the shards of its index; or the given files.
 
     Raises `JspecError` for an absent or corrupt file.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, names: list[str] | None = None):
         self.path = folder
         self.tensors: dict[str, Tensor] = {}
         self._file: dict[str, Any] = {}
         self.twice: list[str] = []
-        names = _weight_files(folder)
+        names = _weight_files(folder) if names is None else names
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise JspecError(f"{folder} lacks weight files: {_names(missing)}")
         for name in names:
@@ -204,18 +207,24 @@ def _open(path: Path) -> Any:
         raise JspecError(f"{path} is corrupt or cut short: {error}") from None
 
 
+def weight_files(folder: Path, single: str = "model.safetensors") -> list[str]:
+    """Names of the weight files: ``single``, or those that its index lists, or none."""
+    index = folder / f"{single}.index.json"
+    if (folder / single).is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()) or not files:
+        raise JspecError(f"{index} has no 'weight_map' from tensor names to file names")
+    if outside := sorted({f for f in files.values() if Path(f).name != f}):
+        raise JspecError(f"{index} names files outside its folder: {_names(outside)}")
+    return sorted(set(files.values()))
+
+
 def _weight_files(folder: Path) -> list[str]:
-    """Names of the weight files: one, or those that the index lists."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single.name]
-    if index.is_file():
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()) or not files:
-            raise JspecError(f"{index} has no 'weight_map' from tensor names to file names")
-        if outside := sorted({f for f in files.values() if Path(f).name != f}):
-            raise JspecError(f"{index} names files outside its folder: {_names(outside)}")
-        return sorted(set(files.values()))
+    if names := weight_files(folder):
+        return names
     if others := sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")):
         raise JspecError(
             f"{folder} has weights only in PyTorch's format ({_names(others)}): convert them to "
@@ -253,13 +262,15 @@ def _file_shape(weight: Weight) -> tuple[int, ...]:
     return weight.shape[::-1] if weight.transpose else weight.shape
 
 
-def _check(weights: list[Weight], source: Source) -> None:
+def _check(weights: list[Weight], source: Source, ignore: Collection[str]) -> None:
     """Raise one error for everything in the files that does not fit the model."""
     wanted, held = {weight.source: _file_shape(weight) for weight in weights}, source.tensors
     used = sorted(wanted.keys() & held.keys())
     problems = {
         "missing tensors": sorted(wanted.keys() - held.keys()),
-        "unknown tensors": sorted(n for n in held.keys() - wanted.keys() if not n.endswith(TOLERATED)),
+        "unknown tensors": sorted(
+            n for n in held.keys() - wanted.keys() - set(ignore) if not n.endswith(TOLERATED)
+        ),
         "misshapen tensors": [
             f"{n} is {list(held[n].shape)}, not {list(wanted[n])}" for n in used if held[n].shape != wanted[n]
         ],

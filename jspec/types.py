@@ -4,8 +4,9 @@ Data is a `NamedTuple` (a pytree and nothing else); behaviour is a frozen datacl
 of functions that hashes by identity and so works as a static argument.
 
 House letters: B rows, T tokens fed in one call, S cache slots, N tree nodes (root
-included), P path slots (depth + 1), V vocabulary, D width, E feature width,
-H query heads, K kv heads, C channels a head, F MLP width, L layers, Q stop ids.
+included), P path slots (depth + 1), V vocabulary, W draft vocabulary, D width, E feature
+width, H query heads, K kv heads, C channels a head, F MLP width, L layers, M heads or
+tapped layers, Q stop ids.
 
 Words: **target** p, **draft** q; the **root** is the newest token, known but not yet
 in the target's cache; **emitted** tokens are those that a round adds; to **commit**
@@ -165,6 +166,50 @@ class Model:
     vocab_size: int
     max_length: int  # positions the model was made for
     feature_width: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A draft head that reads the target's features and writes token after token (EAGLE).
+
+    Row j takes the feature f_j and the token x_{j+1}, stands at position j, and its
+    logits are for x_{j+2}: the features go with the tokens shifted left by one.
+
+    * ``fuse(params, features_BTE) -> stream_BTD``: what a row takes from the target.
+    * ``forward(params, cache, tokens_BT, stream_BTD, tree) -> (hidden_BTD, stream_BTD, cache)``
+      is `Model.forward` with one more input. ``hidden`` is for ``unembed``; the stream that
+      comes out is what a row at the next position takes in the target's place.
+    * ``init_cache``, ``commit`` and ``unembed`` are those of `Model`; the logits are over
+      the head's own vocabulary of W = ``vocab_size`` ids.
+    * Where ``params`` has ``ids`` (Int[W], increasing), draft id w is the target's
+      ``ids[w]``; where it has none they are the same.
+    """
+
+    init_cache: Callable[..., Any]
+    fuse: Callable[[Params, Array], Array]
+    forward: Callable[..., tuple[Array, Array, Any]]
+    commit: Callable[..., Any]
+    unembed: Callable[[Params, Array], Array]
+    vocab_size: int  # W
+    width: int  # D
+    feature_width: int  # E
+    taps: tuple[int, ...]  # which of the target's streams make a feature (`jspec.models.decoder.make`)
+    max_length: int  # positions the head was made for
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Heads that each guess one token from the same feature and see no other guess (Medusa).
+
+    ``forward(params, features_BTE) -> logits_BTMW`` in float32: at the feature f_j, head m
+    guesses x_{j+2+m}. ``ids`` as in `Head`, but in any order.
+    """
+
+    forward: Callable[[Params, Array], Array]
+    count: int  # M
+    vocab_size: int  # W
+    feature_width: int  # E
+    taps: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,6 +36,7 @@ LAYERS = (
     ("jspec.stream",),
     ("jspec.metrics",),
     ("jspec.checkpoint", "jspec.gguf", "jspec.smollm2", "jspec.text", "jspec.prompts"),
+    ("jspec.heads", "jspec.heads.*"),
     ("jspec", "jspec.api", "jspec.targets", "jspec.generation"),
     (
         "jspec.train",
@@ -175,6 +176,8 @@ def test_imports_point_one_way():
         ("jspec.decode", "from jspec.sampling.drafters.ngram import make"),
         ("jspec.sampling.drafters.a", "from jspec.sampling.drafters import ngram"),
         ("jspec.sampling.drafters.a", "from jspec.models.llama import make"),
+        ("jspec.sampling.drafters.a", "from jspec.models import eagle3"),
+        ("jspec.checkpoint", "from jspec.heads import load_head"),
     ],
 )
 def test_a_forbidden_import_is_found(module, text):

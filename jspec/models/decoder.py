@@ -94,46 +94,52 @@ def weights(config: Config) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "embed": Weight((vocab, width), ("vocab", "embed"), "model.embed_tokens.weight"),
         "layers": [layer_weights(config, f"model.layers.{i}") for i in range(config.layers)],
-        "norm": _norm(width, "embed", "model.norm"),
+        "norm": norm_weight(width, "embed", "model.norm"),
     }
     if not config.tied:
         tree["head"] = Weight((width, vocab), ("embed", "vocab"), "lm_head.weight", transpose=True)
     return tree
 
 
-def layer_weights(config: Config, root: str) -> dict[str, Weight]:
-    """Describe one layer, whose tensors have names that begin with ``root``."""
+def layer_weights(config: Config, root: str, attended: int | None = None) -> dict[str, Weight]:
+    """Describe one layer, whose tensors have names that begin with ``root``.
+
+    ``attended``: the width of what q, k and v read, where it is not the stream's.
+    """
     width, mlp_width, channels = config.width, config.mlp_width, config.channels
+    seen = attended or width
     query, kv_width = config.heads * channels, config.kv_heads * channels
     attn, mlp, bias = f"{root}.self_attn", f"{root}.mlp", config.attention_bias
     before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     tree = {
-        "attn_norm": _norm(width, "embed", f"{root}.input_layernorm"),
-        "mlp_norm": _norm(width, "embed", f"{root}.{before_mlp}"),
-        **_linear("q", f"{attn}.q_proj", (width, query), ("embed", "heads"), bias),
-        **_linear("k", f"{attn}.k_proj", (width, kv_width), ("embed", "kv_heads"), bias),
-        **_linear("v", f"{attn}.v_proj", (width, kv_width), ("embed", "kv_heads"), bias),
-        **_linear("o", f"{attn}.o_proj", (query, width), ("heads", "embed"), config.output_bias),
-        **_linear("gate", f"{mlp}.gate_proj", (width, mlp_width), ("embed", "mlp"), config.mlp_bias),
-        **_linear("up", f"{mlp}.up_proj", (width, mlp_width), ("embed", "mlp"), config.mlp_bias),
-        **_linear("down", f"{mlp}.down_proj", (mlp_width, width), ("mlp", "embed"), config.mlp_bias),
+        "attn_norm": norm_weight(width, "embed", f"{root}.input_layernorm"),
+        "mlp_norm": norm_weight(width, "embed", f"{root}.{before_mlp}"),
+        **linear_weights("q", f"{attn}.q_proj", (seen, query), ("embed", "heads"), bias),
+        **linear_weights("k", f"{attn}.k_proj", (seen, kv_width), ("embed", "kv_heads"), bias),
+        **linear_weights("v", f"{attn}.v_proj", (seen, kv_width), ("embed", "kv_heads"), bias),
+        **linear_weights("o", f"{attn}.o_proj", (query, width), ("heads", "embed"), config.output_bias),
+        **linear_weights("gate", f"{mlp}.gate_proj", (width, mlp_width), ("embed", "mlp"), config.mlp_bias),
+        **linear_weights("up", f"{mlp}.up_proj", (width, mlp_width), ("embed", "mlp"), config.mlp_bias),
+        **linear_weights("down", f"{mlp}.down_proj", (mlp_width, width), ("mlp", "embed"), config.mlp_bias),
     }
     if config.head_norms:
-        tree["q_norm"] = _norm(channels, "channels", f"{attn}.q_norm")
-        tree["k_norm"] = _norm(channels, "channels", f"{attn}.k_norm")
+        tree["q_norm"] = norm_weight(channels, "channels", f"{attn}.q_norm")
+        tree["k_norm"] = norm_weight(channels, "channels", f"{attn}.k_norm")
     if config.post_norms:
-        tree["attn_post_norm"] = _norm(width, "embed", f"{root}.post_attention_layernorm")
-        tree["mlp_post_norm"] = _norm(width, "embed", f"{root}.post_feedforward_layernorm")
+        tree["attn_post_norm"] = norm_weight(width, "embed", f"{root}.post_attention_layernorm")
+        tree["mlp_post_norm"] = norm_weight(width, "embed", f"{root}.post_feedforward_layernorm")
     return tree
 
 
-def _norm(size: int, axis: str, source: str) -> Weight:
+def norm_weight(size: int, axis: str, source: str) -> Weight:
+    """Describe the weight of a norm."""
     return Weight((size,), (axis,), f"{source}.weight")
 
 
-def _linear(
+def linear_weights(
     name: str, source: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool
 ) -> dict[str, Weight]:
+    """Describe a linear map ``name``, and its ``name_bias`` where it has one."""
     tree = {name: Weight(shape, axes, f"{source}.weight", transpose=True)}
     if bias:
         tree[f"{name}_bias"] = Weight(shape[1:], axes[1:], f"{source}.bias")
@@ -154,10 +160,12 @@ def layer(
     write: Callable,
     attention: Callable,
     rope: Rope | None = None,
+    attended: Array | None = None,
 ) -> tuple[Array, Any]:
     """One decoder layer on [B, T, D]; ``write`` puts K and V in the cache and returns it.
 
-    ``rope``: this layer's, where it is not the config's.
+    ``rope``: this layer's, where it is not the config's. ``attended``: what q, k and v
+    read, where it is not the stream after its norm.
     """
     batch, rows, _ = x.shape
     frequency = rope_frequencies(rope or config.rope, config.channels)
@@ -170,7 +178,7 @@ def layer(
         x = project(p, name, normed).reshape(batch, rows, count, config.channels)
         return norm(x, f"{name}_norm")
 
-    normed = norm(x, "attn_norm")
+    normed = norm(x, "attn_norm") if attended is None else attended
     query = rotate(heads("q", config.heads), position, frequency)
     key = rotate(heads("k", config.kv_heads), position, frequency)
     entry = write(key, heads("v", config.kv_heads))
@@ -179,6 +187,58 @@ def layer(
     normed = norm(x, "mlp_norm")
     hidden = config.activation(project(p, "gate", normed)) * project(p, "up", normed)
     return x + norm(project(p, "down", hidden), "mlp_post_norm"), entry
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The layers of a decoder over a cache; a draft head runs them on a stream of its own.
+
+    ``forward(params, cache, x_BTD, tree, attended=None) -> (streams, cache)``: the streams
+    after 0, 1, ... layers; ``attended`` is what the first layer's q, k and v read.
+    ``init_cache`` and ``commit`` are those of `jspec.types.Model`.
+    """
+
+    init_cache: Callable[..., kv.Cache]
+    forward: Callable[..., tuple[list[Array], kv.Cache]]
+    commit: Callable[..., kv.Cache]
+
+
+def make_layers(config: Config, dtype: jax.typing.DTypeLike, attend: Callable) -> Layers:
+    """The `Layers` of a config; the arguments are those of `make`."""
+    windows = tuple(config.window(index) for index in range(config.layers))
+    scale = config.channels**-0.5 if config.scale is None else config.scale
+
+    def init_cache(batch: int, slots: int, scratch: int | None = None) -> kv.Cache:
+        sizes = [kv.ring_slots(slots, window, scratch) for window in windows]
+        return kv.init(sizes, batch, config.kv_heads, config.channels, dtype)
+
+    def forward(params: Params, cache: kv.Cache, x: Array, tree: Tree, attended: Array | None = None):
+        position = cache.length[:, None] + tree.depth
+        start = cache.length + earlier_rows(tree)
+        streams, entries = [x], []
+        for index, (p, entry) in enumerate(zip(params, cache.layers, strict=True)):
+            window = windows[index]
+            options = {} if window is None else dict(window=window, depth=tree.depth)
+            if config.attention_softcap is not None:
+                options["softcap"] = config.attention_softcap
+
+            def write(key, value, entry=entry, window=window):
+                return kv.write(entry, key, value, start, wrap=window is not None)
+
+            def attention(query, entry, options=options):
+                return attend(query, *entry, cache.length, tree.mask, scale, **options)
+
+            rope = config.rope if window is None else config.window_rope
+            x, entry = layer(config, p, x, position, write, attention, rope, attended)
+            attended = None
+            streams.append(x)
+            entries.append(entry)
+        return streams, cache._replace(layers=tuple(entries))
+
+    def commit(cache: kv.Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"]) -> kv.Cache:
+        return kv.commit(cache, path, count, wraps=[window is not None for window in windows])
+
+    return Layers(init_cache, forward, commit)
 
 
 def make(
@@ -199,41 +259,15 @@ def make(
     """
     if bad := [t for t in taps if not FINAL <= t <= config.layers]:
         raise ValueError(f"taps {bad} outside 0..{config.layers} (or {FINAL}, after the final norm)")
-    windows = tuple(config.window(index) for index in range(config.layers))
-    scale = config.channels**-0.5 if config.scale is None else config.scale
-
-    def init_cache(batch: int, slots: int, scratch: int | None = None) -> kv.Cache:
-        sizes = [kv.ring_slots(slots, window, scratch) for window in windows]
-        return kv.init(sizes, batch, config.kv_heads, config.channels, dtype)
+    layers = make_layers(config, dtype, attend)
 
     def forward(params: Params, cache: kv.Cache, tokens: Array, tree: Tree):
-        position = cache.length[:, None] + tree.depth
-        start = cache.length + earlier_rows(tree)
         # A Python number takes the dtype of the embedding, as in transformers.
         x = params["embed"][tokens] * config.embed_scale
-        streams, entries = {0: x}, []
-        for index, (p, entry) in enumerate(zip(params["layers"], cache.layers, strict=True)):
-            window = windows[index]
-            options = {} if window is None else dict(window=window, depth=tree.depth)
-            if config.attention_softcap is not None:
-                options["softcap"] = config.attention_softcap
-
-            def write(key, value, entry=entry, window=window):
-                return kv.write(entry, key, value, start, wrap=window is not None)
-
-            def attention(query, entry, options=options):
-                return attend(query, *entry, cache.length, tree.mask, scale, **options)
-
-            rope = config.rope if window is None else config.window_rope
-            x, entry = layer(config, p, x, position, write, attention, rope)
-            streams[index + 1] = x
-            entries.append(entry)
-        hidden = streams[FINAL] = config.norm(x, params["norm"], config.norm_eps)
-        tapped = [streams[t] for t in taps] or [hidden[..., :0]]
-        return hidden, jnp.concatenate(tapped, axis=-1), cache._replace(layers=tuple(entries))
-
-    def commit(cache: kv.Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"]) -> kv.Cache:
-        return kv.commit(cache, path, count, wraps=[window is not None for window in windows])
+        streams, cache = layers.forward(params["layers"], cache, x, tree)
+        hidden = config.norm(streams[-1], params["norm"], config.norm_eps)
+        tapped = [hidden if t == FINAL else streams[t] for t in taps] or [hidden[..., :0]]
+        return hidden, jnp.concatenate(tapped, axis=-1), cache
 
     def unembed(params: Params, hidden: Array) -> Array:
         head, formula = (params["embed"], "btd,vd->btv") if config.tied else (params["head"], "btd,dv->btv")
@@ -241,9 +275,9 @@ def make(
         return logits if config.final_softcap is None else soft_cap(logits, config.final_softcap)
 
     return Model(
-        init_cache=init_cache,
+        init_cache=layers.init_cache,
         forward=forward,
-        commit=commit,
+        commit=layers.commit,
         unembed=unembed,
         vocab_size=config.vocab_size,
         max_length=config.max_length,

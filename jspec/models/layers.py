@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,12 @@ def gelu_tanh(x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
 def soft_cap(x: Float[Array, "*B"], cap: float) -> Float[Array, "*B"]:
     """Squeeze into (-cap, cap), smoothly (Gemma 2, arXiv 2408.00118)."""
     return cap * jnp.tanh(x / cap)
+
+
+def head_logits(params: Any, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+    """Float32 logits of a draft head: by its ``head``, or by ``rows``, an embedding that is the head too."""
+    head, formula = (params["rows"], "btd,wd->btw") if "rows" in params else (params["head"], "btd,dw->btw")
+    return jnp.einsum(formula, hidden, head, preferred_element_type=jnp.float32)
 
 
 def visible_slots(
