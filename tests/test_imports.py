@@ -40,6 +40,7 @@ LAYERS = (
         "jspec.smollm2",
         "jspec.text",
         "jspec.prompts",
+        "jspec.conversion",
     ),
     ("jspec", "jspec.api", "jspec.targets", "jspec.generation"),
     (

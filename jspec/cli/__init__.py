@@ -9,6 +9,7 @@ import click
 import jax
 
 from jspec.cli.bench import bench
+from jspec.cli.convert import convert
 from jspec.cli.demo import demo
 from jspec.cli.generate import generate
 from jspec.errors import JspecError
@@ -24,6 +25,7 @@ def cli() -> None:
 cli.add_command(generate)
 cli.add_command(demo)
 cli.add_command(bench)
+cli.add_command(convert)
 
 
 def main() -> None:
