@@ -1,4 +1,4 @@
-"""Loading and saving parameters: a Hugging Face folder, or a GGUF file.
+"""Loading and saving parameters: a Hugging Face folder, a GGUF file, or an Orbax folder.
 
 A source lists its tensors (name -> `Tensor`) and reads a block of rows of one. Weights
 are read by blocks into the memory that the array keeps, so that loading needs little
@@ -8,11 +8,8 @@ more than the weights themselves.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,17 +22,18 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jspec.errors import CannotWrite, JspecError
+from jspec.errors import JspecError
+from jspec.files import listed, new_folder, read_json
 from jspec.models import FAMILIES
 from jspec.models.layers import Weight
 from jspec.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
-SAFETENSORS_DTYPES = ("F32", "BF16", "F16")
+SAFETENSORS_DTYPES = ("F32", "BF16", "F16")  # the same ones
+ORBAX = "params"  # the folder beside config.json that holds what Orbax wrote
 TOLERATED = ("lm_head.weight", "rotary_emb.inv_freq")
 """Endings of tensors that a file may hold without use: a tied head, a constant."""
 BLOCK = 128  # rows read at once: small enough for a transposed write to stay in the CPU's cache
-LISTED = 20  # names of one kind that an error spells out
 
 
 class Tensor(NamedTuple):
@@ -59,32 +57,51 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model: its family's module, that module's `Config`, the params, and their path."""
+    """A loaded model: its family's module, that module's `Config`, the params, and their path.
+
+    ``json``: the content of its config.json, which a GGUF file has no file for.
+    """
 
     family: ModuleType
     config: Any
     params: Params
     path: Path
+    json: Mapping[str, Any]
+
+    @property
+    def home(self) -> Path:
+        """The folder of the tokenizer: transformers reads none from a GGUF file, but from beside it."""
+        return self.path if self.path.is_dir() else self.path.parent
 
 
 def load(path: str | Path, dtype: Any = jnp.float32) -> Checkpoint:
-    """Load a model from a Hugging Face folder or a ``.gguf`` file (or a folder of one).
+    """Load a model from a Hugging Face folder, a ``.gguf`` file (or a folder of one), or an Orbax folder.
 
-    Params are cast to ``dtype`` (float32, bfloat16 or float16) and put on the default
-    device. Raises `JspecError` for a path, config or tensor that does not fit.
+    Params are cast to ``dtype`` (float32, bfloat16, float16; None: `load_dtype`) and put on
+    the default device. Raises `JspecError` for a path, config or tensor that does not fit.
     """
     path = _locate(Path(path).expanduser())
-    source: Source
     if path.is_file():  # a .gguf file
         from jspec.gguf import GgufFile
 
         file = GgufFile(path)
-        config, source = file.config, file
-    else:
-        config, source = read_config(path), SafetensorsFolder(path)
-    family = FAMILIES[config["model_type"]]
-    parsed = family.from_hf(config)
-    return Checkpoint(family, parsed, load_params(family.weights(parsed), source, dtype), path)
+        family, config, weights = _family(file.config)
+        return Checkpoint(family, config, load_params(weights, file, dtype), path, file.config)
+    content = read_config(path)
+    family, config, weights = _family(content)
+    if (path / ORBAX).is_dir() and not any(path.glob("model.safetensors*")):
+        from jspec.orbax_folder import restore
+
+        return Checkpoint(family, config, restore(path, weights, dtype), path, content)
+    params = load_params(weights, SafetensorsFolder(path), dtype)
+    return Checkpoint(family, config, params, path, content)
+
+
+def _family(content: Mapping[str, Any]) -> tuple[ModuleType, Any, Any]:
+    """The family that a config.json asks for, its reading of it, and the weights."""
+    family = FAMILIES[content["model_type"]]
+    config = family.from_hf(content)
+    return family, config, family.weights(config)
 
 
 def load_params(
@@ -92,14 +109,32 @@ def load_params(
 ) -> Params:
     """Read every `Weight` of a tree from a source, as ``dtype`` arrays on the default device.
 
-    ``ignore``: names of tensors that the source may hold beside them. Raises one
-    `JspecError` that names every missing, unknown, misshapen or unreadable tensor.
+    ``dtype``: see `load`. ``ignore``: names of tensors that the source may hold beside them.
+    Raises one `JspecError` that names every missing, unknown, misshapen or unreadable tensor.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise JspecError(f"cannot load weights as {dtype.name}: choose one of {', '.join(DTYPES)}")
-    _check(jax.tree.leaves(weights), source, ignore)
+    leaves = jax.tree.leaves(weights)
+    _check(leaves, source, ignore)
+    short = dict(zip(SAFETENSORS_DTYPES, DTYPES, strict=True))
+    stored = {short.get(source.tensors[weight.source].dtype, "") for weight in leaves}
+    dtype = load_dtype(dtype, stored)
     return jax.tree.map(lambda weight: _read(weight, source, dtype), weights)
+
+
+def load_dtype(dtype: Any, stored: Set[str]) -> np.dtype:
+    """The dtype to load tensors as that are ``stored`` in these; `JspecError` for one that we do not load.
+
+    None: the one that all are stored in, or else float32, which holds every value of the
+    others and of quantised tensors.
+    """
+    if dtype is None:
+        (dtype,) = stored if len(stored) == 1 and stored <= set(DTYPES) else ("float32",)
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:  # no dtype at all
+        name = str(dtype)
+    if name not in DTYPES:
+        raise JspecError(f"cannot load weights as {name}: choose one of {', '.join(DTYPES)}")
+    return jnp.dtype(name)
 
 
 def save_params(folder: str | Path, config: Mapping[str, Any], params: Params, weights: Any) -> None:
@@ -109,55 +144,33 @@ def save_params(folder: str | Path, config: Mapping[str, Any], params: Params, w
     written or already holds something.
     """
 
+    with new_folder(folder) as temporary:
+        write_params(temporary, config, params, weights)
+
+
+def write_params(folder: Path, config: Mapping[str, Any], params: Params, weights: Any) -> None:
+    """The same, into an existing folder."""
+
     def for_file(weight: Weight, array: Array) -> np.ndarray:
         return np.asarray(array).T if weight.transpose else np.asarray(array)
 
     arrays = jax.tree.leaves(jax.tree.map(for_file, weights, params))
     names = [weight.source for weight in jax.tree.leaves(weights)]
-    with new_folder(folder) as temporary:
-        write_model(temporary, config, dict(zip(names, arrays, strict=True)))
+    write_model(folder, config, dict(zip(names, arrays, strict=True)))
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json into an existing folder."""
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
 
 
 def write_model(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Write config.json and model.safetensors into an existing folder."""
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+    write_config(folder, config)
     # The library writes the memory behind an array as it lies: a transposed view would come out wrong.
     dense = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(dense, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # it comes out private
-
-
-@contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """Give a temporary folder that takes its final name only if the block ends well.
-
-    Raises `CannotWrite`, a `JspecError`, when it cannot be written or when the name is taken.
-    """
-    folder = Path(folder).expanduser()
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        os.replace(temporary, folder)  # refuses a folder that is not empty
-    except (OSError, SafetensorError) as error:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise CannotWrite(f"{folder} already exists and is not empty: choose another folder") from error
-        raise CannotWrite(f"cannot write {folder}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; `JspecError` names the file if it is absent or something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JspecError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise JspecError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise JspecError(f"{path} should hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -185,7 +198,7 @@ class SafetensorsFolder:
         self.twice: list[str] = []
         names = _weight_files(folder) if names is None else names
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise JspecError(f"{folder} lacks weight files: {_names(missing)}")
+            raise JspecError(f"{folder} lacks weight files: {listed(missing)}")
         for name in names:
             file = _open(folder / name)
             for key in file.keys():
@@ -218,7 +231,7 @@ def weight_files(folder: Path, single: str = "model.safetensors") -> list[str]:
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()) or not files:
         raise JspecError(f"{index} has no 'weight_map' from tensor names to file names")
     if outside := sorted({f for f in files.values() if Path(f).name != f}):
-        raise JspecError(f"{index} names files outside its folder: {_names(outside)}")
+        raise JspecError(f"{index} names files outside its folder: {listed(outside)}")
     return sorted(set(files.values()))
 
 
@@ -227,7 +240,7 @@ def _weight_files(folder: Path) -> list[str]:
         return names
     if others := sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")):
         raise JspecError(
-            f"{folder} has weights only in PyTorch's format ({_names(others)}): convert them to "
+            f"{folder} has weights only in PyTorch's format ({listed(others)}): convert them to "
             "safetensors, e.g. by model.save_pretrained(folder, safe_serialization=True)"
         )
     raise JspecError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
@@ -246,16 +259,11 @@ def _locate(path: Path) -> Path:
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:
         raise JspecError(
-            f"{path} has several .gguf files ({_names([p.name for p in found])}): give one of them"
+            f"{path} has several .gguf files ({listed([p.name for p in found])}): give one of them"
         )
     if not found:
         raise JspecError(f"{path} has no config.json: give a Hugging Face folder or a .gguf file")
     return found[0]
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 def _file_shape(weight: Weight) -> tuple[int, ...]:
@@ -277,7 +285,7 @@ def _check(weights: list[Weight], source: Source, ignore: Collection[str]) -> No
         "tensors in more than one file": source.twice,
         "tensors of an unsupported dtype": [f"{n} is {held[n].dtype}" for n in used if not held[n].readable],
     }
-    if text := "; ".join(f"{kind}: {_names(names)}" for kind, names in problems.items() if names):
+    if text := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
         raise JspecError(f"{source.path} does not hold the model that its config describes: {text}")
 
 

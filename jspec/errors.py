@@ -19,6 +19,7 @@ def optional(module: str, extra: str = "hf") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:  # the module is there and broken: hide nothing
+        # Absent is the module or a package around it; else it is there and broken: hide nothing.
+        if not f"{module}.".startswith(f"{error.name}."):
             raise
         raise JspecError(f"the package {module!r} is not installed: pip install 'jspec[{extra}]'") from None

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoint import new_folder, write_model
+from jspec.checkpoint import write_model
 from jspec.errors import CannotWrite, JspecError, optional
+from jspec.files import new_folder
 from jspec.gguf import GgufFile
 from jspec.text import import_transformers
 

@@ -39,8 +39,8 @@ class Target:
 
 @functools.lru_cache(maxsize=2)
 def load(target: str = "smollm2", dtype: str = "auto") -> Target:
-    """Load a target: "smollm2", a Hugging Face folder, or a GGUF file with tokenizer
-    files (tokenizer.json, tokenizer_config.json) beside it.
+    """Load a target: "smollm2", a Hugging Face or Orbax folder (`jspec.orbax_folder`), or a
+    GGUF file with tokenizer files (tokenizer.json, tokenizer_config.json) beside it.
 
     ``dtype``: "float32", "bfloat16", "float16", or "auto": float32 on CPUs, whose
     one-row bfloat16 products are slow, bfloat16 elsewhere. Raises `JspecError`.
@@ -49,11 +49,9 @@ def load(target: str = "smollm2", dtype: str = "auto") -> Target:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     folder = smollm2.ensure() if target == "smollm2" else target
     loaded = checkpoint.load(folder, dtype)
-    # A GGUF file has no tokenizer that transformers can read: its files lie beside it.
-    home = loaded.path if loaded.path.is_dir() else loaded.path.parent
-    tokenizer = text.load_tokenizer(home)
+    tokenizer = text.load_tokenizer(loaded.home)
     model = loaded.family.make(loaded.config, dtype=dtype)
-    return Target(model, loaded.params, tokenizer, text.stop_ids(home, tokenizer), loaded, dtype)
+    return Target(model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype)
 
 
 @functools.lru_cache(maxsize=16)

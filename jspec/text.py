@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jspec.checkpoint import read_json
 from jspec.errors import JspecError, optional
+from jspec.files import read_json
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or messages of a conversation: ``{"role": ..., "content": ...}``."""

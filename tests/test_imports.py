@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports from its own layer and from earlier ones.
 LAYERS = (
-    ("jspec.types", "jspec.errors"),
+    ("jspec.types", "jspec.errors", "jspec.files"),
     (
         "jspec.tree",
         "jspec.ragged",
@@ -35,7 +35,15 @@ LAYERS = (
     ("jspec.decode",),
     ("jspec.stream",),
     ("jspec.metrics",),
-    ("jspec.checkpoint", "jspec.gguf", "jspec.smollm2", "jspec.text", "jspec.prompts"),
+    (
+        "jspec.checkpoint",
+        "jspec.gguf",
+        "jspec.orbax_folder",
+        "jspec.smollm2",
+        "jspec.text",
+        "jspec.prompts",
+        "jspec.conversion",
+    ),
     ("jspec.heads", "jspec.heads.*"),
     ("jspec", "jspec.api", "jspec.targets", "jspec.generation"),
     (

@@ -10,6 +10,7 @@ import jax
 
 from jspec.cli.bench import bench
 from jspec.cli.certify import certify
+from jspec.cli.convert import convert
 from jspec.cli.demo import demo
 from jspec.cli.generate import generate
 from jspec.errors import JspecError
@@ -26,6 +27,7 @@ cli.add_command(generate)
 cli.add_command(demo)
 cli.add_command(bench)
 cli.add_command(certify)
+cli.add_command(convert)
 
 
 def main() -> None:

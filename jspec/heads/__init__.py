@@ -15,8 +15,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.checkpoint import Checkpoint, read_json
+from jspec.checkpoint import Checkpoint
 from jspec.errors import JspecError
+from jspec.files import read_json
 from jspec.heads import eagle1, eagle3, medusa
 from jspec.heads.files import open_files
 from jspec.types import Head, Heads, Params
