@@ -20,6 +20,7 @@ LAYERS = (
     ("jspec.types", "jspec.errors", "jspec.files"),
     (
         "jspec.tree",
+        "jspec.shapes",
         "jspec.ragged",
         "jspec.cache",
         "jspec.models.config",

@@ -17,8 +17,7 @@ no laws, and the shape of drawn trees is static.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import tree
-from jspec.errors import JspecError
 from jspec.sampling import keys, policy
+from jspec.shapes import Shape, spread
 from jspec.types import Context, Proposal, Tree
 
 Run = Callable[[Any, Array, Array, Tree], tuple[Array, Any]]
@@ -72,152 +71,38 @@ class Writer:
         return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A tree known before: nodes in the order of their depth, the root first.
-
-    >>> shape([(0,), (1,), (0, 0)])
-    Shape(parent=(-1, 0, 0, 1), rank=(0, 0, 1, 0))
-    >>> chain(3).depth
-    3
-    """
-
-    parent: tuple[int, ...]
-    rank: tuple[int, ...]  # a node's token is the so-many-th best, or drawn, after its parent
-
-    @functools.cached_property
-    def level(self) -> tuple[int, ...]:
-        """The depth of each node."""
-        levels = [0]
-        for parent in self.parent[1:]:
-            levels.append(levels[parent] + 1)
-        return tuple(levels)
-
-    @property
-    def depth(self) -> int:
-        return max(self.level)
-
-    @property
-    def is_chain(self) -> bool:
-        return self.parent == tuple(range(-1, len(self.parent) - 1)) and not any(self.rank)
-
-    @functools.cached_property
-    def sees(self) -> np.ndarray:
-        """[N, N]: node i has node j on its path, itself included."""
-        sees = np.eye(len(self.parent), dtype=bool)
-        for node, parent in enumerate(self.parent[1:], start=1):
-            sees[node] |= sees[parent]
-        return sees
-
-    def tree(self, batch: int) -> Tree:
-        """So many rows of it; a chain as the chain that it is."""
-        if self.is_chain:
-            return tree.chain(batch, len(self.parent))
-        rows = (jnp.array(self.parent), jnp.array(self.level), jnp.array(self.sees))
-        return Tree(*(jnp.broadcast_to(row, (batch, *row.shape)) for row in rows))
-
-
-def chain(depth: int) -> Shape:
-    """The best, after it the best, and so on."""
-    return Shape(tuple(range(-1, depth)), (0,) * (depth + 1))
-
-
-def shape(paths: Sequence[Sequence[int]]) -> Shape:
-    """The tree whose nodes are given by ranks from the root: (1, 0) is the best child of the second best.
-
-    Raises `JspecError` for no path, one that comes twice, and one whose parent or better
-    sibling is not there.
-    """
-    nodes: dict[tuple[int, ...], int] = {(): 0}
-    parent, rank = [-1], [0]
-    for path in sorted(map(tuple, paths), key=lambda path: (len(path), path)):
-        if path in nodes:
-            raise JspecError(f"the tree has the path {path} twice, or an empty one")
-        above, better = path[:-1], (*path[:-1], path[-1] - 1)
-        if above not in nodes or (path[-1] and better not in nodes) or path[-1] < 0:
-            raise JspecError(f"the tree has {path} without its parent {above} or its better sibling {better}")
-        nodes[path] = len(parent)
-        parent.append(nodes[above])
-        rank.append(path[-1])
-    if len(parent) == 1:
-        raise JspecError("the tree has no node besides the root")
-    return Shape(tuple(parent), tuple(rank))
-
-
-def likeliest(size: int, depth: int, topk: int, decay: float = 0.5) -> Shape:
-    """The ``size`` nodes most likely to be reached if rank r follows with a chance of (1 - decay)·decay^r.
-
-    At most ``topk`` children a node and ``depth`` levels (Medusa chooses its trees so, by
-    measured chances). Raises `JspecError` if there are not so many nodes.
-    """
-    chosen: list[tuple[int, ...]] = []
-    pool: dict[tuple[int, ...], float] = {(0,): 1.0 - decay}
-    while pool and len(chosen) < size:
-        best = max(pool, key=lambda path: (pool[path], -len(path), tuple(-rank for rank in path)))
-        chance = pool.pop(best)
-        chosen.append(best)
-        if len(best) < depth:
-            pool[(*best, 0)] = chance * (1.0 - decay)
-        if best[-1] + 1 < topk:
-            pool[(*best[:-1], best[-1] + 1)] = chance * decay
-    if len(chosen) < size:
-        raise JspecError(
-            f"a tree of depth {depth} and {topk} children a node has {len(chosen)} nodes, not {size}"
-        )
-    return shape(chosen)
-
-
-EAGLE_TREE = shape(
-    [tuple(map(int, path)) for path in
-     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()]
-)  # fmt: skip
-"""The 25 nodes that EAGLE-1 verifies by default."""
-
-
 def fixed(
     shape: Shape, writer: Writer, start: Start, root: Int[Array, "B"], context: Context, drawn: bool
 ) -> Proposal:
     """Grow a static shape. ``drawn``: rows above temperature 0 draw their tokens; else all are the best."""
-    batch, parents = root.shape[0], np.array(shape.parent)
-    levels, ranks = np.array(shape.level), np.array(shape.rank)
-    tokens = jnp.broadcast_to(root[:, None], (batch, len(parents)))
-    logq = jnp.full((batch, len(parents), writer.vocab_size), -jnp.inf) if drawn else None
-    row_of = np.full(len(parents), -1)  # of the draft: only nodes with children are run
-    logits, carry, inner = start.logits[:, None], start.carry, np.array([0])
+    batch, count = root.shape[0], len(shape.parent)
+    tokens = jnp.broadcast_to(root[:, None], (batch, count))
+    logq = jnp.full((batch, count, writer.vocab_size), -jnp.inf) if drawn else None
+    logits, carry = start.logits[:, None], start.carry
     for level in range(1, shape.depth + 1):
-        nodes = np.flatnonzero(levels == level)
-        at = np.searchsorted(inner, parents[nodes])
-        width = int(ranks[nodes].max()) + 1
+        nodes, inner = np.flatnonzero(shape.levels == level), shape.inner(level - 1)
+        # Each node's parent among those that have logits, and its rank after it.
+        at, rank = np.searchsorted(inner, shape.parents[nodes]), shape.ranks[nodes]
         if logq is None:
-            found = writer.name(jax.lax.top_k(logits, width)[1])
+            found = writer.name(jax.lax.top_k(logits, shape.widest(level))[1])
         else:
-            layout = _rows(shape, inner, batch)
-            law = policy.apply(context.policy, context.history, tokens, layout, writer.spread(logits))
-            found, laws = _draw(context, level, writer.spread(logits), law, width)
-            logq = logq.at[:, nodes].set(laws[:, at, ranks[nodes]])
-        tokens = tokens.at[:, nodes].set(found[:, at, ranks[nodes]].astype(tokens.dtype))
-        inner = np.array([node for node in nodes if node in parents])
-        if inner.size:
-            row_of[inner] = row_of.max() + 1 + np.arange(len(inner))
-            logits, carry = _run(shape, writer, carry, tokens, inner, row_of)
-    return Proposal(tokens, shape.tree(batch), jnp.full((batch,), len(parents)), logq)
+            known, layout = writer.spread(logits), spread(batch, *shape.rows(inner))
+            law = policy.apply(context.policy, context.history, tokens, layout, known)
+            found, laws = _draw(context, level, known, law, shape.widest(level))
+            logq = logq.at[:, nodes].set(laws[:, at, rank])
+        tokens = tokens.at[:, nodes].set(found[:, at, rank].astype(tokens.dtype))
+        if level < shape.depth:
+            logits, carry = _run(shape, level, writer, carry, tokens)
+    return Proposal(tokens, shape.tree(batch), jnp.full((batch,), count), logq)
 
 
-def _rows(shape: Shape, nodes: np.ndarray, batch: int) -> Tree | Any:
-    """Some nodes of a shape, as rows that look at all of it."""
-    rows = (np.array(shape.parent)[nodes], np.array(shape.level)[nodes], shape.sees[nodes])
-    return Tree(*(jnp.broadcast_to(jnp.array(row), (batch, *row.shape)) for row in rows))
-
-
-def _run(
-    shape: Shape, writer: Writer, carry: Any, tokens: Array, nodes: np.ndarray, row_of: np.ndarray
-) -> tuple[Array, Any]:
-    """Run the draft for a level's inner nodes."""
-    order = np.argsort(row_of)
-    run = order[row_of[order] >= 0]  # all nodes run so far, in the order of their rows
-    above = row_of[np.array(shape.parent)[nodes]]
-    rows = (above, np.array(shape.level)[nodes] - 1, shape.sees[np.ix_(nodes, run)])
-    layout = Tree(*(jnp.broadcast_to(jnp.array(row), (len(tokens), *row.shape)) for row in rows))
+def _run(shape: Shape, level: int, writer: Writer, carry: Any, tokens: Array) -> tuple[Array, Any]:
+    """Run the draft for the nodes of a level that have children: its newest rows."""
+    nodes = shape.inner(level)
+    run = np.concatenate([shape.inner(above) for above in range(1, level + 1)])
+    parent, depth, sees = shape.rows(nodes, run)
+    above = np.searchsorted(run, parent) if level > 1 else np.full_like(parent, -1)
+    layout = spread(len(tokens), above, depth - 1, sees)
     return writer.run(carry, tokens[:, nodes], layout.parent, layout)
 
 
@@ -297,8 +182,8 @@ def _rank(size: int, pool: _Pool, writer: Writer, root: Int[Array, "B"]) -> Prop
 
 def marginals(shape: Shape, logits: Float[Array, "B M W"], writer: Writer, root: Int[Array, "B"]) -> Proposal:
     """Fill a shape from guesses for each depth: a node of rank r is the r-th best of its depth."""
-    batch, levels, ranks = root.shape[0], np.array(shape.level), np.array(shape.rank)
-    best = writer.name(jax.lax.top_k(logits, int(ranks.max()) + 1)[1])
-    drafts = best[:, levels[1:] - 1, ranks[1:]].astype(root.dtype)
+    batch, width = root.shape[0], max(map(shape.widest, range(1, shape.depth + 1)))
+    best = writer.name(jax.lax.top_k(logits, width)[1])
+    drafts = best[:, shape.levels[1:] - 1, shape.ranks[1:]].astype(root.dtype)
     tokens = jnp.concatenate([root[:, None], drafts], axis=1)
-    return Proposal(tokens, shape.tree(batch), jnp.full((batch,), len(ranks)))
+    return Proposal(tokens, shape.tree(batch), jnp.full((batch,), len(shape.parent)))

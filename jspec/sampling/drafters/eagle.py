@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.sampling import grow
+from jspec.shapes import Shape
 from jspec.types import Context, Drafter, Emitted, Head, Params, Proposal, Tree
 
 
@@ -38,7 +39,7 @@ class Drafted(NamedTuple):
     streams: Float[Array, "B R D"]  # of the root's row and of those run since
 
 
-def fixed(head: Head, shape: grow.Shape, *, vocab_size: int, drawn: bool = True) -> Drafter:
+def fixed(head: Head, shape: Shape, *, vocab_size: int, drawn: bool = True) -> Drafter:
     """An EAGLE drafter of a static chain or tree.
 
     ``drawn``: tokens of rows above temperature 0 are drawn from the head's law under the
@@ -49,7 +50,7 @@ def fixed(head: Head, shape: grow.Shape, *, vocab_size: int, drawn: bool = True)
     def grown(writer: grow.Writer, start: grow.Start, root: Array, context: Context) -> Proposal:
         return grow.fixed(shape, writer, start, root, context, drawn)
 
-    inner = len(set(shape.parent) - {-1, 0})
+    inner = sum(len(shape.inner(level)) for level in range(1, shape.depth))
     growth = "chain" if shape.is_chain else "tree"
     return _drafter(head, vocab_size, grown, len(shape.parent), shape.depth, inner, growth)
 

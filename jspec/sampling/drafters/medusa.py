@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.sampling import grow
+from jspec.shapes import Shape
 from jspec.types import Context, Drafter, Emitted, Heads, Params
 
 
@@ -26,7 +27,7 @@ class Newest(NamedTuple):
     ready: Bool[Array, "B"]  # and a token that came with a feature
 
 
-def medusa(heads: Heads, shape: grow.Shape, *, vocab_size: int) -> Drafter:
+def medusa(heads: Heads, shape: Shape, *, vocab_size: int) -> Drafter:
     """Build the drafter; ``vocab_size`` is the target's V. Raises ValueError for too deep a shape."""
     if shape.depth > heads.count:
         raise ValueError(f"a tree of depth {shape.depth} needs as many heads, not {heads.count}")
