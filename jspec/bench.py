@@ -209,7 +209,7 @@ class Costs:
         slots = jobs[0].request.tokens.shape[1]
         heights = sorted({1, *(s.num_speculative_tokens + 1 for s in settings if s.draft != "none")})
         self.turns = 0
-        self.programs = {rows: _passes(target.model, target.params, batch, slots, rows) for rows in heights}
+        self.programs = {rows: passes(target.model, target.params, batch, slots, rows) for rows in heights}
         self.drafting: dict[Setting, Callable[[], Any]] = {}
         for setting, job in zip(settings, jobs, strict=True):
             if setting.draft != "none":
@@ -240,7 +240,7 @@ class Costs:
                     result.draft_step = result.draft_cost / setting.num_speculative_tokens
 
 
-def _passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> Callable[[], Any]:
+def passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> Callable[[], Any]:
     """Target passes of ``rows`` rows, logits included; how full the cache is does not matter."""
     cache = model.init_cache(batch, slots, rows)
     cache = cache._replace(length=jnp.full((batch,), slots // 2, jnp.int32))
