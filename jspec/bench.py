@@ -2,17 +2,20 @@
 
 Each setting (a drafter and its K) writes the same prompts as plain decoding, in turn;
 the ratio of a prompt is taken between neighbours in time, so a machine that slows down
-slows both. Model passes are timed alone, in the same process, for the prediction
+slows both. Model passes are timed alone, between the generations, for the prediction
 
-    predicted speed-up = plain passes / (wide rounds * r_{K+1} + narrow rounds + draft time)
+    predicted speed-up = plain passes / (wide rounds * r_{K+1} + narrow rounds + rounds * d)
 
-in units of a one-row target pass. **Loop efficiency = measured / predicted**: 1 means that
+in units of a one-row target pass. A wide round has a proposal, a narrow one has none; d is
+what the drafter costs a round: with a draft model the pass that takes in up to K + 1
+tokens and the K - 1 passes of the proposal. **Loop efficiency = measured / predicted**: 1 means that
 a round costs its model passes and nothing else. With a draft that always proposes it is
 the accept length / (r_{K+1} + the drafter's own passes).
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +61,7 @@ class Result:
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     row_cost: float = 1.0  # r_{K+1}
-    draft_cost: float = 0.0  # of one round that drafts
+    draft_cost: float = 0.0  # of a round's drafting
     draft_step: float | None = None  # c: one pass of a draft model
 
     @property
@@ -74,8 +77,7 @@ class Result:
     def predicted(self) -> float:
         """The speed-up if a round cost its model passes alone."""
         narrow = self.passes - self.wide
-        drafting = self.passes if self.draft_step is not None else self.wide
-        return self.plain_passes / (self.wide * self.row_cost + narrow + drafting * self.draft_cost)
+        return self.plain_passes / (self.wide * self.row_cost + narrow + self.passes * self.draft_cost)
 
     def to_dict(self) -> dict[str, Any]:
         """Ratios, spreads and costs as plain values, for JSON."""
@@ -143,6 +145,8 @@ def bench(
     for setting, first in zip(wanted, jobs[0], strict=True):
         progress(f"compiling {setting.name}")
         _timed(first)
+    progress("compiling model passes")
+    costs = Costs(target, wanted, jobs[0], batch)
     for repeat in range(repeats):
         for number, row in enumerate(jobs):
             progress(f"repeat {repeat + 1}/{repeats}, prompt {number + 1}/{len(jobs)}")
@@ -152,7 +156,10 @@ def bench(
                 run, after = _timed(job), _timed(row[0])
                 _count(result, run, before, after)  # plain on both sides, so that drift cancels
                 before = after
-    _costs(target, results, jobs[0], batch)
+            costs.turn()
+    while costs.turns < TURNS:
+        costs.turn()
+    costs.write(results)
     return results
 
 
@@ -190,45 +197,55 @@ def _count(result: Result, run: Run, before: Run, after: Run) -> None:
         setattr(result, name, [a + b for a, b in zip(old, new, strict=True)])
 
 
-def _costs(target: Target, results: list[Result], jobs: list[generation.Job], batch: int) -> None:
-    """Time the model passes alone, interleaved, and put them into the results."""
-    slots = jobs[0].request.tokens.shape[1]
-    heights = sorted({1, *(r.setting.num_speculative_tokens + 1 for r in results)})
-    programs = {("target", t): _passes(target.model, target.params, batch, slots, t) for t in heights}
-    for index, (result, job) in enumerate(zip(results, jobs, strict=True)):
-        if result.setting.draft != "none":
-            drafter, _ = find_draft(
-                target, result.setting.draft, result.setting.num_speculative_tokens, target.dtype
-            )
-            programs["draft", index] = _drafting(drafter, job)
-    times: dict[Any, list[float]] = {key: [] for key in programs}
-    for turn in range(8):
-        for key, program in programs.items():
+PASSES = 6  # passes a program, so that starting it weighs little
+TURNS = 7  # at least
+
+
+class Costs:
+    """Times model passes alone, a turn between the generations, so that they meet the same machine."""
+
+    def __init__(self, target: Target, settings: Sequence[Setting], jobs: list[generation.Job], batch: int):
+        """Compile the passes of every height, and each drafter's side of a round."""
+        slots = jobs[0].request.tokens.shape[1]
+        heights = sorted({1, *(s.num_speculative_tokens + 1 for s in settings if s.draft != "none")})
+        self.turns = 0
+        self.programs = {rows: passes(target.model, target.params, batch, slots, rows) for rows in heights}
+        self.drafting: dict[Setting, Callable[[], Any]] = {}
+        for setting, job in zip(settings, jobs, strict=True):
+            if setting.draft != "none":
+                drafter, _ = find_draft(target, setting.draft, setting.num_speculative_tokens, target.dtype)
+                self.drafting[setting] = _drafting(drafter, job)
+        self.times: dict[Any, list[float]] = {key: [] for key in (*self.programs, *self.drafting)}
+        self.turn()
+        for values in self.times.values():
+            values.clear()  # they hold compiling
+        self.turns = 0
+
+    def turn(self) -> None:
+        self.turns += 1
+        for key, program in (*self.programs.items(), *self.drafting.items()):
             began = time.perf_counter()
             jax.block_until_ready(program())
-            if turn:
-                times[key].append((time.perf_counter() - began) / PASSES)
-    middle = {key: statistics.median(values) for key, values in times.items()}
-    one = middle["target", 1]
-    for index, result in enumerate(results):
-        if result.setting.draft == "none":
-            continue
-        result.row_cost = middle["target", result.setting.num_speculative_tokens + 1] / one
-        if ("draft", index) in middle:
-            result.draft_cost = middle["draft", index] / one
-            if result.setting.draft != "ngram":
-                result.draft_step = result.draft_cost / result.setting.num_speculative_tokens
+            self.times[key].append((time.perf_counter() - began) / PASSES)
+
+    def write(self, results: list[Result]) -> None:
+        """Put the medians, in one-row target passes, into the results."""
+        middle = {key: statistics.median(values) for key, values in self.times.items()}
+        for result in results:
+            setting = result.setting
+            if setting.draft != "none":
+                result.row_cost = middle[setting.num_speculative_tokens + 1] / middle[1]
+                result.draft_cost = middle[setting] / middle[1]
+                if setting.draft != "ngram":
+                    result.draft_step = result.draft_cost / setting.num_speculative_tokens
 
 
-PASSES = 6  # passes a program, so that starting it weighs little
-
-
-def _passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> Callable[[], Any]:
-    """Target passes of ``rows`` rows, logits included, over a cache that is half full."""
+def passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> Callable[[], Any]:
+    """Target passes of ``rows`` rows, logits included; how full the cache is does not matter."""
     cache = model.init_cache(batch, slots, rows)
     cache = cache._replace(length=jnp.full((batch,), slots // 2, jnp.int32))
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=1)
     def run(params, cache):
         def one(carry, _):
             tokens, cache = carry
@@ -236,16 +253,21 @@ def _passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> 
             return (keys.best(model.unembed(params, hidden)), cache), None
 
         start = jnp.zeros((batch, rows), jnp.int32), cache
-        return jax.lax.scan(one, start, None, length=PASSES)[0][0]
+        return jax.lax.scan(one, start, None, length=PASSES)[0]
 
-    return lambda: run(params, cache)
+    def program():
+        nonlocal cache
+        tokens, cache = run(params, cache)
+        return tokens
+
+    return program
 
 
 def _drafting(drafter: Drafter, job: generation.Job) -> Callable[[], Any]:
     """Rounds of the drafter alone: propose, then take in what a full round would emit."""
     state = job.init(job.request.limit)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=1)
     def run(dparams, state):
         def one(state, _):
             proposal, state = job.decoder.propose(None, dparams, state)
@@ -253,6 +275,11 @@ def _drafting(drafter: Drafter, job: generation.Job) -> Callable[[], Any]:
             emitted = Emitted(proposal.tokens, nothing, jnp.zeros((*proposal.tokens.shape, 0)))
             return state._replace(draft=drafter.absorb(dparams, state.draft, emitted)), None
 
-        return jax.lax.scan(one, state, None, length=PASSES)[0].draft
+        return jax.lax.scan(one, state, None, length=PASSES)[0]
 
-    return lambda: run(job.draft_params, state)
+    def program():
+        nonlocal state
+        state = run(job.draft_params, state)
+        return state.draft
+
+    return program

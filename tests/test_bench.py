@@ -20,7 +20,7 @@ def test_the_prediction_is_the_sum_of_the_passes():
     always.draft_step = 0.1
     assert always.predicted == pytest.approx(100 / (40 * 1.5 + 40 * 0.5))
     seldom = Result(Setting("ngram", 3), plain_passes=100, passes=80, wide=10, row_cost=1.5, draft_cost=0.01)
-    assert seldom.predicted == pytest.approx(100 / (10 * 1.5 + 70 + 10 * 0.01))
+    assert seldom.predicted == pytest.approx(100 / (10 * 1.5 + 70 + 80 * 0.01))
 
 
 def test_counts_are_those_of_the_generations(folder):

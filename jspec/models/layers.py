@@ -167,5 +167,6 @@ def attend(
         scores = soft_cap(scores, softcap)
     visible = visible_slots(length, rows, slots, mask, window, depth)[:, None, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    mixed = jnp.einsum("bkgts,bksc->btkgc", weights.astype(values.dtype), values)
-    return mixed.reshape(batch, rows, heads, channels)
+    # Rows first, "btkgc", would make XLA on CPU copy the values, transposed, in every pass.
+    mixed = jnp.einsum("bkgts,bksc->bkgtc", weights.astype(values.dtype), values)
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, rows, heads, channels)

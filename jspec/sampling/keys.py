@@ -132,6 +132,18 @@ def draw(key: Array, weights: Float[Array, "V"]) -> Int[Array, ""]:
     return best(weights + gumbel(key, weights.shape[0], weights.dtype))
 
 
+def draw_each(keys: Array, weights: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """`draw` for every row; where each has one possible token, as at temperature 0, without noise.
+
+    >>> draw_each(jax.random.split(jax.random.key(0)), jnp.log(jnp.array([[0.0, 1, 0], [1, 0, 0]]))).tolist()
+    [1, 0]
+    """
+    possible = jnp.sum(weights > -jnp.inf, axis=-1)
+    return jax.lax.cond(
+        jnp.all(possible == 1), lambda keys, weights: best(weights), jax.vmap(draw), keys, weights
+    )
+
+
 def best(weights: Float[Array, "*batch V"], block: int = 128) -> Int[Array, "*batch"]:
     """`jnp.argmax` over the last axis: the best block first, then the best within it.
 

@@ -66,7 +66,7 @@ def _next(verifier: Verifier, key: Array, position: Array, last: Array, weights:
     if not verifier.random:
         return keys.best(weights)
     use = jax.vmap(keys.fold, (0, 0, None, 0))(key, position, keys.NEXT, last)
-    return jax.vmap(keys.draw)(use, weights)
+    return keys.draw_each(use, weights)
 
 
 def _chain(

@@ -104,4 +104,4 @@ def model(
 
 def _draw(context: Context, index: Int[Array, ""] | int, law: Float[Array, "B V"]) -> Int[Array, "B"]:
     each = jax.vmap(jax.random.fold_in)(keys.wrap(context.key), context.offset + index)
-    return jax.vmap(keys.draw)(each, law)
+    return keys.draw_each(each, law)

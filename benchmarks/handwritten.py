@@ -1,0 +1,111 @@
+"""The least that greedy decoding of a Llama needs, written without jspec: the baseline of `plain.py`.
+
+One row, one token a pass, one `lax.while_loop`; a pass is straight jnp over one array a
+weight. What is known to be fast on a CPU is in it: a KV cache written by a scatter of two
+rows (XLA copies the cache for one), a maximum by blocks in place of `jnp.argmax`, no batch
+axis, rope once a pass. `fuse` gives the weights the layout that is fastest for one row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class State(NamedTuple):
+    """``tokens[:position + 1]`` are known, ``position`` is the next to be run."""
+
+    tokens: Any  # Int[S]
+    position: Any
+    cache: Any  # a layer: keys and values, Float[K S C]
+
+
+def start(config: Any, prompt: list[int], slots: int) -> State:
+    """A state that has run nothing yet."""
+    tokens = jnp.zeros((slots,), jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
+    shape = (config.kv_heads, slots, config.channels)
+    cache = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.layers)]
+    return State(tokens, jnp.int32(0), cache)
+
+
+def fuse(params: Any) -> Any:
+    """The same weights with q, k, v as one matrix, gate and up as one, and a head of [D, V]."""
+
+    def layer(p):
+        wide = {name: p[name] for name in ("attn_norm", "mlp_norm", "o", "down")}
+        wide["qkv"] = jnp.concatenate([p["q"], p["k"], p["v"]], axis=1)
+        wide["gate_up"] = jnp.concatenate([p["gate"], p["up"]], axis=1)
+        return wide
+
+    head = params["head"] if "head" in params else params["embed"].T.copy()
+    return {**params, "layers": [layer(p) for p in params["layers"]], "head": head}
+
+
+def norm(x, weight, eps):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x)) + eps) * weight
+
+
+def best(logits, block=128):
+    """The first of the greatest, by blocks."""
+    if logits.shape[0] % block:
+        return jnp.argmax(logits)
+    blocks = logits.reshape(-1, block)
+    row = jnp.argmax(jnp.max(blocks, axis=1))
+    return row * block + jnp.argmax(blocks[row])
+
+
+def one_pass(config: Any, params: Any, cache: Any, token: Any, position: Any):
+    """Logits after ``token``, which stands at ``position``, and the cache with it."""
+    heads, kv_heads, channels = config.heads, config.kv_heads, config.channels
+    group, eps = heads // kv_heads, config.norm_eps
+    angle = position * config.rope.theta ** -(jnp.arange(0, channels, 2) / channels)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    seen = jnp.arange(cache[0][0].shape[1]) <= position
+
+    def rotate(x):
+        first, second = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def put(buffer, row):
+        return buffer.at[:, position + jnp.arange(2)].set(
+            jnp.stack([row, row], axis=1), mode="drop", unique_indices=True, indices_are_sorted=True
+        )
+
+    x = params["embed"][token]
+    new = []
+    for p, (keys, values) in zip(params["layers"], cache, strict=True):
+        y = norm(x, p["attn_norm"], eps)
+        if "qkv" in p:
+            q, k, v = jnp.split(y @ p["qkv"], [heads * channels, (heads + kv_heads) * channels])
+        else:
+            q, k, v = y @ p["q"], y @ p["k"], y @ p["v"]
+        keys = put(keys, rotate(k.reshape(kv_heads, channels)))
+        values = put(values, v.reshape(kv_heads, channels))
+        scores = jnp.einsum("kgc,ksc->kgs", rotate(q.reshape(kv_heads, group, channels)), keys)
+        weights = jax.nn.softmax(jnp.where(seen, scores * channels**-0.5, -jnp.inf))
+        x = x + jnp.einsum("kgs,ksc->kgc", weights, values).reshape(-1) @ p["o"]
+        y = norm(x, p["mlp_norm"], eps)
+        gate, up = jnp.split(y @ p["gate_up"], 2) if "gate_up" in p else (y @ p["gate"], y @ p["up"])
+        x = x + (jax.nn.silu(gate) * up) @ p["down"]
+        new.append((keys, values))
+    x = norm(x, params["norm"], eps)
+    return x @ params["head"] if "head" in params else params["embed"] @ x, new
+
+
+def make(config: Any):
+    """``run(params, state, prompt_length, end) -> state``: passes until the position is ``end``."""
+
+    def run(params, state: State, prompt_length, end):
+        def body(state):
+            logits, cache = one_pass(
+                config, params, state.cache, state.tokens[state.position], state.position
+            )
+            after = state.position + 1
+            token = jnp.where(after < prompt_length, state.tokens[after], best(logits))
+            return State(state.tokens.at[after].set(token.astype(jnp.int32)), after, cache)
+
+        return jax.lax.while_loop(lambda state: state.position < end, body, state)
+
+    return jax.jit(run, donate_argnums=1)
