@@ -78,7 +78,7 @@ def main() -> None:
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, jax {jax.__version__}\n\n{HEAD}")
     target = jspec.load(options.target, "float32")
     ks = [int(k) for k in options.num_speculative_tokens.split(",")]
-    settings = [bench.Setting(draft, k) for draft in options.draft.split(",") for k in ks]
+    settings = [bench.Drafting(draft, k) for draft in options.draft.split(",") for k in ks]
     for category in options.categories.split(","):
         prompts = [
             prompt

@@ -17,13 +17,15 @@ from jaxtyping import Array, Int
 from jspec import cache as kv
 from jspec import decode
 from jspec.errors import JspecError
-from jspec.sampling import keys, verify
+from jspec.sampling import keys, lossy, verify
 from jspec.sampling import policy as target_law
 from jspec.sampling.drafters.none import none
 from jspec.sampling.verify import Verifier
 from jspec.types import Drafter, Logprobs, Model, Params, Request, State, Stats
 
-VERIFIERS = {rule.name: rule for rule in (verify.token, verify.block, verify.coupled, verify.greedy)}
+VERIFIERS = {
+    rule.name: rule for rule in (verify.token, verify.block, verify.coupled, verify.greedy, lossy.typical)
+}
 """``verifier=`` -> the rule."""
 
 
@@ -98,7 +100,7 @@ def speculative_sample(
         policy: rows of sampling settings, traced; or give the settings of
             `jspec.sampling.policy.make` as keyword arguments, for instance
             ``temperature=0.8, top_p=[0.9, 1.0]`` (default: temperature 1).
-        verifier: "token", "block", "coupled" or "greedy", or a rule of one's own; static.
+        verifier: a name in `VERIFIERS`, or a rule of one's own; static.
         chunk: prompt tokens a prefill pass; static.
         logprobs: keep those of the emitted tokens; static.
         narrow: a round in which no row drafts costs a pass of one row; False: every pass

@@ -15,6 +15,7 @@ the accept length / (r_{K+1} + the drafter's own passes).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -25,30 +26,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec import api, generation, stream, text, tree
 from jspec import cache as kv
+from jspec import generation, stream, text, tree
+from jspec.drafts import Drafting, Found, find_draft
 from jspec.sampling import keys, policy
-from jspec.targets import Target, find_draft
-from jspec.types import Drafter, Emitted, Model, Params, Stats
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured: ``draft`` as `jspec.generate` names it, and K."""
-
-    draft: str
-    num_speculative_tokens: int
-
-    @property
-    def name(self) -> str:
-        return self.draft if self.draft == "none" else f"{self.draft} K={self.num_speculative_tokens}"
+from jspec.targets import Target
+from jspec.types import Emitted, Model, Params, Stats
 
 
 @dataclass
 class Result:
     """One setting over all prompts and repeats. Times in seconds, costs in one-row target passes."""
 
-    setting: Setting
+    setting: Drafting
     ratios: list[float] = field(default_factory=list)  # tokens a second over plain's, one a pair
     tokens_per_second: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -88,8 +78,8 @@ class Result:
         ]
         rates = [a / p if p else None for a, p in zip(self.accepted, self.proposed, strict=True)]
         return {
-            "draft": self.setting.draft,
-            "num_speculative_tokens": self.setting.num_speculative_tokens,
+            "name": self.setting.name,
+            **dataclasses.asdict(self.setting),
             "tokens_per_second": statistics.median(self.tokens_per_second),
             "ratio_to_plain": ratio,
             "ratio_of_pairs": [min(self.ratios), statistics.median(self.ratios), max(self.ratios)],
@@ -109,7 +99,7 @@ class Result:
 
 def bench(
     target: Target,
-    settings: Sequence[Setting],
+    settings: Sequence[Drafting],
     prompts: Sequence[text.Prompt],
     *,
     max_new_tokens: int = 128,
@@ -123,30 +113,26 @@ def bench(
 
     Copies have seeds of their own. Raises `JspecError` as `jspec.generate` does.
     """
-    plain = Setting("none", 1)
-    wanted = [plain, *(s for s in settings if s.draft != "none")]
-    results = [Result(setting) for setting in wanted]
-    widest = max(generation.CHUNK, *(setting.num_speculative_tokens + 1 for setting in wanted))
+    wanted = [Drafting("none"), *(s for s in settings if s.draft != "none")]
+    results, drafts = [Result(setting) for setting in wanted], [find_draft(target, s) for s in wanted]
+    widest = max(generation.CHUNK, *(found.drafter.nodes for found in drafts))
     tokens = [text.encode_prompt(target.tokenizer, prompt) for prompt in prompts]
     # one program for all prompts, and one cache size for all settings
     slots = kv.capacity(max(map(len, tokens)), max_new_tokens, widest, widest, generation.BUCKET)
 
-    def make_job(setting: Setting, prompt: list[int]) -> generation.Job:
-        drafter, draft_params = find_draft(
-            target, setting.draft, setting.num_speculative_tokens, target.dtype
-        )
-        decoder = api.decoder(target.model, drafter, verifier, chunk=widest)
+    def make_job(found: Found, prompt: list[int]) -> generation.Job:
+        decoder = found.decoder(verifier, chunk=widest)
         rows = policy.make(batch, target.model.vocab_size, **{"temperature": 0.0, **sampling})
         key = keys.row_keys(range(batch), batch)
         request = generation.lay_out(target, decoder, [prompt] * batch, rows, max_new_tokens, key, slots)
-        return generation.Job(decoder, target.params, draft_params, request)
+        return generation.Job(decoder, target.params, found.params, request)
 
-    jobs = [[make_job(setting, prompt) for setting in wanted] for prompt in tokens]
+    jobs = [[make_job(found, prompt) for found in drafts] for prompt in tokens]
     for setting, first in zip(wanted, jobs[0], strict=True):
         progress(f"compiling {setting.name}")
         _timed(first)
     progress("compiling model passes")
-    costs = Costs(target, wanted, jobs[0], batch)
+    costs = Costs(target, drafts, jobs[0], batch)
     for repeat in range(repeats):
         for number, row in enumerate(jobs):
             progress(f"repeat {repeat + 1}/{repeats}, prompt {number + 1}/{len(jobs)}")
@@ -204,17 +190,16 @@ TURNS = 7  # at least
 class Costs:
     """Times model passes alone, a turn between the generations, so that they meet the same machine."""
 
-    def __init__(self, target: Target, settings: Sequence[Setting], jobs: list[generation.Job], batch: int):
+    def __init__(self, target: Target, drafts: Sequence[Found], jobs: list[generation.Job], batch: int):
         """Compile the passes of every height, and each drafter's side of a round."""
         slots = jobs[0].request.tokens.shape[1]
-        heights = sorted({1, *(s.num_speculative_tokens + 1 for s in settings if s.draft != "none")})
-        self.turns = 0
+        self.drafts, self.turns = drafts, 0
+        heights = sorted({1, *(found.drafter.nodes for found in drafts)})
         self.programs = {rows: passes(target.model, target.params, batch, slots, rows) for rows in heights}
-        self.drafting: dict[Setting, Callable[[], Any]] = {}
-        for setting, job in zip(settings, jobs, strict=True):
-            if setting.draft != "none":
-                drafter, _ = find_draft(target, setting.draft, setting.num_speculative_tokens, target.dtype)
-                self.drafting[setting] = _drafting(drafter, job)
+        self.drafting: dict[str, Callable[[], Any]] = {}
+        for index, (found, job) in enumerate(zip(drafts, jobs, strict=True)):
+            if found.kind != "none":
+                self.drafting[f"draft {index}"] = _drafting(found, job)
         self.times: dict[Any, list[float]] = {key: [] for key in (*self.programs, *self.drafting)}
         self.turn()
         for values in self.times.values():
@@ -231,13 +216,12 @@ class Costs:
     def write(self, results: list[Result]) -> None:
         """Put the medians, in one-row target passes, into the results."""
         middle = {key: statistics.median(values) for key, values in self.times.items()}
-        for result in results:
-            setting = result.setting
-            if setting.draft != "none":
-                result.row_cost = middle[setting.num_speculative_tokens + 1] / middle[1]
-                result.draft_cost = middle[setting] / middle[1]
-                if setting.draft != "ngram":
-                    result.draft_step = result.draft_cost / setting.num_speculative_tokens
+        for index, (result, found) in enumerate(zip(results, self.drafts, strict=True)):
+            if found.kind != "none":
+                result.row_cost = middle[found.drafter.nodes] / middle[1]
+                result.draft_cost = middle[f"draft {index}"] / middle[1]
+                if found.params is not None and found.drafter.growth == "chain":
+                    result.draft_step = result.draft_cost / found.drafter.depth
 
 
 def passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> Callable[[], Any]:
@@ -263,16 +247,18 @@ def passes(model: Model, params: Params, batch: int, slots: int, rows: int) -> C
     return program
 
 
-def _drafting(drafter: Drafter, job: generation.Job) -> Callable[[], Any]:
+def _drafting(found: Found, job: generation.Job) -> Callable[[], Any]:
     """Rounds of the drafter alone: propose, then take in what a full round would emit."""
-    state = job.init(job.request.limit)
+    state, drafter = job.init(job.request.limit), found.drafter
+    paths, width = drafter.depth + 1, found.target.model.feature_width
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(dparams, state):
         def one(state, _):
             proposal, state = job.decoder.propose(None, dparams, state)
             nothing = jnp.zeros_like(state.length)  # scratch only: the length stays where it is
-            emitted = Emitted(proposal.tokens, nothing, jnp.zeros((*proposal.tokens.shape, 0)))
+            features = jnp.zeros((len(nothing), paths, width), jnp.float32)
+            emitted = Emitted(proposal.tokens[:, :paths], nothing, features)
             return state._replace(draft=drafter.absorb(dparams, state.draft, emitted)), None
 
         return jax.lax.scan(one, state, None, length=PASSES)[0]

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jspec import api, decode, stream, text
 from jspec import cache as kv
+from jspec import decode, stream, text
+from jspec.drafts import Drafting, find_draft
 from jspec.errors import JspecError
 from jspec.metrics import Metrics, Seconds, summarize
 from jspec.sampling import keys, policy
 from jspec.sampling.policy import Policy
-from jspec.targets import Target, find_draft, load, positive
+from jspec.targets import Target, load, positive
 from jspec.types import FINISH_REASONS, RUNNING, STOP, Info, Logprobs, Params, Request, State
 
 CHUNK = 64  # prompt tokens a prefill pass
@@ -58,8 +59,13 @@ def generate(
     prompt: text.Prompt | Sequence[text.Prompt],
     *,
     target: str | Target = "smollm2",
-    draft: str = "ngram",
+    draft: str | None = None,
     num_speculative_tokens: int = 4,
+    tree: str | None = None,
+    tree_size: int | None = None,
+    tree_depth: int | None = None,
+    tree_topk: int | None = None,
+    simulated_acceptance: Sequence[float] = (),
     max_new_tokens: int = 256,
     stop: str | Sequence[str] = (),
     raw: bool = False,
@@ -76,17 +82,25 @@ def generate(
         prompt: a text, a conversation (a list of ``{"role", "content"}``), or a list of
             either, which runs as one ragged batch.
         target: "smollm2", a Hugging Face folder, a GGUF file, or what `load` gave.
-        draft: "ngram" (prompt lookup), "none" (plain decoding), "self:LAYERS" (the
-            target's own first layers) or the folder of a model with the same tokenizer.
-        num_speculative_tokens: K, drafts a round.
+        draft: "ngram" (prompt lookup, the default), "none" (plain decoding), "self:LAYERS"
+            (the target's own first layers), the folder of a model with the same tokenizer,
+            or the folder of a draft head (EAGLE-1, 2, 3, Medusa; `jspec.heads`).
+        num_speculative_tokens: K, drafts a round in a chain.
+        tree: how a head's drafts grow: "chain" (default for EAGLE), "static" (default for
+            Medusa) or "dynamic" (EAGLE-2: the likeliest nodes first).
+        tree_size, tree_depth, tree_topk: drafted nodes, levels, and children a node of a
+            tree (default: 25, 5 and 8; 31 nodes if dynamic).
+        simulated_acceptance: instead of a draft, to time the loop: drafts at depth 1, 2, ...
+            are kept with these chances, whatever they say. **The text is not real.**
         max_new_tokens: limit for each row; the target's context is another.
         stop: strings that end the text; the text ends before the first of them.
         raw: give the prompt as it is, without the chat template.
         dtype: see `load`; ignored for a loaded target.
         seed: of all rows, or one for each; a row's text depends on no other row's.
             None: a fresh one. Greedy text needs none.
-        verifier: "token" (Leviathan et al.), "block" (Sun et al.) or "coupled" (the same
-            text whatever the draft, up to near ties).
+        verifier: "token" (Leviathan et al.), "block" (Sun et al.), "coupled" (the same
+            text whatever the draft, up to near ties), or "typical_lossy" (Medusa's typical
+            acceptance, which changes the law).
         logprobs: keep the emitted tokens' log-probabilities.
         on_piece: called with each `Piece` of text as it comes. With it, or with stop
             strings, the host reads every round; else once in the whole generation.
@@ -108,11 +122,15 @@ def generate(
         raise JspecError("there is no prompt: the list is empty")
     loaded = load(target, dtype) if isinstance(target, str) else target
     rows, key = _policy(loaded, len(prompts), sampling), _seeds(seed, len(prompts))
-    drafter, draft_params = find_draft(loaded, draft, num_speculative_tokens, dtype)
-    decoder = api.decoder(loaded.model, drafter, verifier, chunk=CHUNK, logprobs=logprobs)
+    # A tree that is drawn costs more than the best tokens, and greedy rows do not need it.
+    warm = bool((np.asarray(sampling.get("temperature", 0.0)) > 0).any())
+    shape = (tree, tree_size, tree_depth, tree_topk, tuple(simulated_acceptance))
+    asked = Drafting(draft, num_speculative_tokens, *shape, drawn=warm or tree != "static")
+    found = find_draft(loaded, asked)
+    decoder = found.decoder(verifier, chunk=CHUNK, logprobs=logprobs)
     tokens = [text.encode_prompt(loaded.tokenizer, one, raw) for one in prompts]
     request = lay_out(loaded, decoder, tokens, rows, max_new_tokens, key)
-    job = Job(decoder, loaded.params, draft_params, request)
+    job = Job(decoder, loaded.params, found.params, request)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     texts = [text.Detokenizer(loaded.tokenizer, stops) for _ in tokens]
     results = _run(job, texts) if on_piece is None and not stops else _stream(job, texts, on_piece)

@@ -1,28 +1,19 @@
-"""What names mean: loading the target, and finding or loading what drafts for it.
+"""What names mean: loading the target.
 
 Targets are loaded once and kept for the next call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jspec import checkpoint, smollm2, text
 from jspec.errors import JspecError
-from jspec.sampling.drafters.model import model as draft_model
-from jspec.sampling.drafters.ngram import ngram
-from jspec.sampling.drafters.none import none
-from jspec.types import Drafter, Model, Params
-
-DRAFTS: dict[str, Callable[[int], Drafter]] = {"none": lambda _: none(), "ngram": ngram}
-"""``draft=`` -> what makes the drafter of K tokens."""
+from jspec.types import Model, Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,34 +43,6 @@ def load(target: str = "smollm2", dtype: str = "auto") -> Target:
     tokenizer = text.load_tokenizer(loaded.home)
     model = loaded.family.make(loaded.config, dtype=dtype)
     return Target(model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype)
-
-
-@functools.lru_cache(maxsize=16)
-def find_draft(target: Target, draft: str, num_speculative_tokens: int, dtype: str) -> tuple[Drafter, Params]:
-    """The drafter that ``draft`` names, and its params. Raises `JspecError`."""
-    positive("num_speculative_tokens", num_speculative_tokens)
-    if draft in DRAFTS:
-        return DRAFTS[draft](num_speculative_tokens), None
-    if draft.startswith("self:"):
-        model, params = _first_layers(target, draft.removeprefix("self:"))
-    elif Path(draft).expanduser().exists():
-        other = load(draft, dtype)
-        text.check_same_vocabulary(target.tokenizer, other.tokenizer)
-        model, params = other.model, other.params
-    else:
-        choices = ", ".join((*DRAFTS, "self:LAYERS", "a model folder"))
-        raise JspecError(f"unknown draft {draft!r}: choose one of {choices}")
-    return draft_model(model, num_speculative_tokens, vocab_size=target.model.vocab_size), params
-
-
-def _first_layers(target: Target, count: str) -> tuple[Model, Params]:
-    """The target cut after its first layers: a draft model without weights of its own."""
-    config, params = target.checkpoint.config, target.params
-    if not count.isdecimal() or not 0 < int(count) < config.layers:
-        raise JspecError(f"self:{count} should be self:1 to self:{config.layers - 1}, a number of layers")
-    short = dataclasses.replace(config, layers=int(count))
-    model = target.checkpoint.family.make(short, dtype=target.dtype)
-    return model, {**params, "layers": params["layers"][: int(count)]}
 
 
 def positive(name: str, value: int) -> int:

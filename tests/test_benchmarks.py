@@ -77,7 +77,7 @@ def test_spec_bench_reads_and_reports(script, tmp_path):
     with pytest.raises(SystemExit, match="it has rag, x"):
         spec_bench.questions(tmp_path / "q.jsonl", "prose", 3)
     result = bench.Result(
-        bench.Setting("ngram", 4), ratios=[1.0, 2.5, 1.2, 2.1], seconds=1.0, plain_seconds=2.0
+        bench.Drafting("ngram", 4), ratios=[1.0, 2.5, 1.2, 2.1], seconds=1.0, plain_seconds=2.0
     )
     result.tokens, result.row_passes, result.passes, result.wide, result.plain_passes = 30, 20, 20, 5, 30
     result.tokens_per_second, result.accepted, result.proposed = [1.0], [3], [5]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspec import checkpoint, conversion, smollm2, targets
+from jspec import checkpoint, conversion, drafts, smollm2, targets
 from jspec.errors import JspecError
 from tests import test_gguf, tiny
 from tests.test_checkpoint import CONFIG, make_tensors, write
@@ -40,7 +40,7 @@ def test_an_orbax_folder_serves_as_target_and_draft(jspec, folder, tmp_path):
     assert code == 0 and len(json.loads(out)["tokens"]) == 12, err
     target = targets.load(str(tmp_path / "orbax"), "float32")
     assert target.stop_ids == (tiny.EOS,)
-    _, params = targets.find_draft(target, str(tmp_path / "orbax"), 2, "float32")
+    params = drafts.find_draft(target, drafts.Drafting(str(tmp_path / "orbax"), 2)).params
     assert params is target.params
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jspec import api, generation, stream, targets
+from jspec import api, drafts, generation, stream, targets
 from jspec.errors import JspecError
 from tests import oracle, tiny
 
@@ -74,7 +74,7 @@ def test_a_stop_string_ends_its_row_and_is_cut(target, plain):
 def test_the_host_reads_once_a_generation_and_compiles_once_a_shape(target):
     options = dict(target=target, max_new_tokens=20)
     generation.generate(["warm", "up"], **options)
-    drafter, _ = targets.find_draft(target, "ngram", 4, "auto")
+    drafter = drafts.find_draft(target, drafts.Drafting()).drafter
     decoder = api.decoder(target.model, drafter, chunk=generation.CHUNK)
     programs, reads = decoder.run._cache_size(), stream.host_reads
     generation.generate(["other", "prompts of another length"], **options)

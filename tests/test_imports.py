@@ -31,7 +31,7 @@ LAYERS = (
     ),
     ("jspec.sampling.siblings", "jspec.models", "jspec.models.*"),
     ("jspec.sampling.verify", "jspec.sampling.grow"),
-    ("jspec.sampling.walk",),
+    ("jspec.sampling.walk", "jspec.sampling.lossy"),
     ("jspec.sampling.drafters", "jspec.sampling.drafters.*"),
     ("jspec.decode",),
     ("jspec.stream",),
@@ -46,7 +46,7 @@ LAYERS = (
         "jspec.conversion",
     ),
     ("jspec.heads", "jspec.heads.*"),
-    ("jspec", "jspec.api", "jspec.targets", "jspec.generation"),
+    ("jspec", "jspec.api", "jspec.targets", "jspec.drafts", "jspec.generation"),
     (
         "jspec.train",
         "jspec.train.*",

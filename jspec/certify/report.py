@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,15 @@ import jax
 
 from jspec import api, text
 from jspec.certify import greedy, loop, rules
-from jspec.certify.tiny import tiny
+from jspec.certify.tiny import VOCAB, tiny, tiny_head
+from jspec.drafts import Drafting, find_draft, head_drafter
 from jspec.errors import JspecError
+from jspec.heads import LOADERS
 from jspec.sampling.drafters.model import model as draft_model
 from jspec.sampling.drafters.ngram import ngram
 from jspec.sampling.drafters.none import none
-from jspec.targets import Target, find_draft
-from jspec.types import Drafter, Params
+from jspec.targets import Target
+from jspec.types import Drafter, Model, Params
 
 EXACT = 1e-12  # a larger total-variation error is a fault
 CHANCE = 1e-6  # so is a smaller p-value; of the 20 or so of a run a right program shows one in 50000 runs
@@ -73,17 +76,16 @@ class Certificate:
 
 def certify(
     target: Target,
-    draft: str,
+    draft: str | Drafting,
     prompts: Sequence[text.Prompt],
     *,
-    num_speculative_tokens: int = 4,
     max_new_tokens: int = 64,
     verifiers: Sequence[str] = (),
     tolerance: float | None = None,
     rows: int = 4000,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Certificate:
-    """Check a target and a draft, named as for `jspec.generate`, on this machine.
+    """Check a target and a draft, named as for `jspec.generate` (or as a `Drafting`), on this machine.
 
     The greedy texts of the real pair, also in the same program; the exact law of each
     rule, in float64; and the whole loop at temperature and with every other setting, with
@@ -93,10 +95,13 @@ def certify(
     ``rows``: of each χ² test. Raises `JspecError` for a draft that does not fit, and for a
     rule that is lossy by its own words.
     """
-    drafter, draft_params = find_draft(target, draft, num_speculative_tokens, target.dtype)
-    chosen = [api.find_verifier(name) for name in verifiers or api.VERIFIERS]
+    asked = draft if isinstance(draft, Drafting) else Drafting(draft)
+    found = find_draft(target, asked)
+    names = verifiers or [name for name, rule in api.VERIFIERS.items() if rule.lossless]
+    chosen = [found.rule] if found.rule else [api.find_verifier(name) for name in names]
     for rule in chosen:
         rules.check_lossless(rule)
+    drafter = found.drafter
     legal = [rule for rule in chosen if drafter.growth in rule.growths]
     if not legal:
         raise JspecError(f"none of the verifiers {', '.join(verifiers)} can judge a {drafter.growth}")
@@ -107,10 +112,10 @@ def certify(
         progress("greedy text" + (", same program" if same_shape else ""))
         runs.append(
             greedy.greedy_text(
-                target.model,
+                found.target.model,
                 target.params,
                 drafter,
-                draft_params,
+                found.params,
                 tokens,
                 max_new_tokens=max_new_tokens,
                 stop=target.stop_ids,
@@ -120,26 +125,29 @@ def certify(
             )
         )
     exact, chances, coupled = [], [], 0
-    twin, twin_params = twin_of(draft, num_speculative_tokens, target.dtype)
+    small = twin_of(found.kind, asked, target.dtype)
     for rule in legal:
         progress(f"exact law, {rule.name}")
         exact += rules.exact_law(rule)
     for rule in sampling:
         progress(f"law of the loop, {rule.name}")
-        small = (*tiny(0, target.dtype), twin, twin_params, rule)
-        chances.append(loop.chi_square(*small, rows=rows))
-        coupled += loop.coupled_differences(*small) if rule.coupled else 0
+        chances.append(loop.chi_square(*small, rule, rows=rows))
+        coupled += loop.coupled_differences(*small, rule) if rule.coupled else 0
     device = jax.devices()[0]
     where = dict(jax=jax.__version__, backend=jax.default_backend(), device=device.device_kind)
     return Certificate(runs, exact, chances, coupled, {**where, "dtype": target.dtype})
 
 
-def twin_of(draft: str, num_speculative_tokens: int, dtype: str) -> tuple[Drafter, Params]:
-    """A drafter of the same kind for a tiny target, whose drafts end within the enumerated text."""
-    k = min(num_speculative_tokens, loop.LENGTH - 1)
-    if draft == "none":
-        return none(), None
-    if draft == "ngram":
-        return ngram(k, min_ngram=1), None
-    model, params = tiny(1, dtype)
-    return draft_model(model, k), params
+def twin_of(kind: str, asked: Drafting, dtype: str) -> tuple[Model, Params, Drafter, Params]:
+    """A tiny target and a drafter of the same kind, whose drafts end within the enumerated text."""
+    deepest = loop.LENGTH - 1
+    k = min(asked.num_speculative_tokens, deepest)
+    if kind in LOADERS:
+        target, params, head, head_params = tiny_head(kind, dtype)
+        small = dataclasses.replace(asked, num_speculative_tokens=k)
+        if (asked.tree or ("static" if kind == "medusa" else "chain")) != "chain":
+            small = dataclasses.replace(small, tree_size=7, tree_depth=deepest, tree_topk=2)
+        return target, params, head_drafter(kind, head, small, VOCAB, target.max_length), head_params
+    draft, draft_params = tiny(1, dtype)
+    drafters = {"none": (none(), None), "ngram": (ngram(k, min_ngram=1), None)}
+    return *tiny(0, dtype), *drafters.get(kind, (draft_model(draft, k), draft_params))

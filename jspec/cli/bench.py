@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jspec import api, targets
 from jspec import bench as measure
-from jspec import targets
+from jspec.cli import options
+from jspec.drafts import Drafting
 from jspec.errors import JspecError, optional
 from jspec.prompts import read_prompts
 
@@ -27,8 +30,9 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> l
 
 
 @click.command()
-@click.option("--target", default="smollm2", show_default=True, metavar="smollm2|FOLDER|FILE.gguf")
-@click.option("--draft", default="ngram", show_default=True, help="Comma-separated; as in generate.")
+@options.target
+@click.option("--draft", metavar="DRAFT,DRAFT", help="As in generate; default: ngram.")
+@options.trees
 @click.option("--prompts", type=click.Path(path_type=Path), required=True, help="JSON lines, or a text.")
 @click.option("--num-prompts", default=8, show_default=True)
 @click.option("--num-speculative-tokens", default="4", show_default=True, metavar="K,K", callback=numbers)
@@ -36,20 +40,25 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> l
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--batch", default=1, show_default=True, help="Rows: copies of a prompt, seeds of their own.")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--verifier", default="token", type=click.Choice(["token", "block", "coupled"]))
+@click.option("--verifier", default="token", type=click.Choice([n for n in api.VERIFIERS if n != "greedy"]))
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw the speed-ups into this PNG.")
 def bench(
     target: str,
-    draft: str,
+    draft: str | None,
     prompts: Path,
     num_prompts: int,
     num_speculative_tokens: list[int],
     dtype: str,
     json_file: Path | None,
     plot: Path | None,
-    **options: Any,
+    simulated_acceptance: tuple[float, ...],
+    tree: str | None,
+    tree_size: int | None,
+    tree_depth: int | None,
+    tree_topk: int | None,
+    **settings: Any,
 ) -> None:
     """Time drafters against plain decoding, interleaved in one process.
 
@@ -57,20 +66,25 @@ def bench(
     predict: what is missing to 1 is neither target nor draft.
     """
     for name in ("max_new_tokens", "batch", "repeats"):
-        targets.positive(name, options[name])
+        targets.positive(name, settings[name])
     texts = read_prompts(prompts, targets.positive("num_prompts", num_prompts))
     loaded = targets.load(target, dtype)
-    settings = [measure.Setting(d, k) for d in draft.split(",") for k in num_speculative_tokens]
+    drafts = draft.split(",") if draft else [None if simulated_acceptance else "ngram"]
+    drawn = settings["temperature"] > 0 or tree != "static"
+    base = Drafting(None, 4, tree, tree_size, tree_depth, tree_topk, simulated_acceptance, drawn)
+    asked = list(dict.fromkeys(_drafting(base, d, k) for d in drafts for k in num_speculative_tokens))
+    if simulated_acceptance:
+        click.echo(options.WARNING, err=True)
     console = Console(stderr=True)
     with console.status("compiling") as status:
-        results = measure.bench(loaded, settings, texts, progress=status.update, **options)
+        results = measure.bench(loaded, asked, texts, progress=status.update, **settings)
     report = {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "target": target,
         "dtype": loaded.dtype,
         "prompts": len(texts),
-        **options,
+        **settings,
         "results": [result.to_dict() for result in results],
     }
     Console().print(table(report))
@@ -78,6 +92,15 @@ def bench(
         write(json_file, lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))
     if plot:
         write(plot, lambda path: draw(report, path))
+
+
+def _drafting(base: Drafting, draft: str | None, k: int) -> Drafting:
+    """One setting: trees are for heads only, and K is for chains only."""
+    if draft is None or (base.tree in ("static", "dynamic") and Path(draft).exists()):
+        return dataclasses.replace(base, draft=draft)
+    if Path(draft).exists():
+        return dataclasses.replace(base, draft=draft, num_speculative_tokens=k)
+    return Drafting(draft, k, simulated_acceptance=base.simulated_acceptance)
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -88,9 +111,8 @@ def table(report: dict[str, Any]) -> Table:
         shown.add_column(head, justify="right" if head else "left", no_wrap=True)
     for row in report["results"]:
         low, _, high = row["ratio_of_pairs"]
-        k = "" if row["draft"] == "none" else f" K={row['num_speculative_tokens']}"
         shown.add_row(
-            row["draft"] + k,
+            row["name"],
             f"{row['tokens_per_second']:.1f}",
             f"{row['ratio_to_plain']:.2f}",
             f"{low:.2f}-{high:.2f}",
@@ -125,7 +147,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [row for row in report["results"] if row["draft"] != "none"]
-    names = [f"{row['draft']}\nK={row['num_speculative_tokens']}" for row in rows]
+    names = [row["name"].replace(" K=", "\nK=") for row in rows]
     figure = Figure(figsize=(2 + 1.2 * len(rows), 4), layout="constrained")
     axes = figure.subplots()
     places = range(len(rows))

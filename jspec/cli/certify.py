@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -11,13 +13,16 @@ from rich.console import Console
 from jspec import api, targets
 from jspec.certify import Certificate, Greedy
 from jspec.certify import certify as run
+from jspec.cli import options
 from jspec.cli.demo import TOURS
+from jspec.drafts import Drafting
 from jspec.prompts import read_prompts
 
 
 @click.command()
-@click.option("--target", default="smollm2", show_default=True, metavar="smollm2|FOLDER|FILE.gguf")
-@click.option("--draft", default="ngram", show_default=True, help="As in generate.")
+@options.target
+@click.option("--draft", help="As in generate; default: ngram.")
+@options.trees
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines or text; default: the demo's.")
 @click.option("--num-prompts", default=8, show_default=True)
 @click.option("--num-speculative-tokens", default=4, show_default=True, metavar="K")
@@ -37,12 +42,11 @@ from jspec.prompts import read_prompts
 def certify(
     context: click.Context,
     target: str,
-    draft: str,
     prompts: Path | None,
     num_prompts: int,
     dtype: str,
     as_json: bool,
-    **options,
+    **settings: Any,
 ) -> None:
     """Check that drafts change nothing: greedy text, exact law, χ² of the loop.
 
@@ -50,13 +54,15 @@ def certify(
     equally good tokens, are reported and are none.
     """
     for name in ("num_prompts", "max_new_tokens", "rows"):
-        targets.positive(name, num_prompts if name == "num_prompts" else options[name])
+        targets.positive(name, num_prompts if name == "num_prompts" else settings[name])
     texts = read_prompts(prompts, num_prompts) if prompts else [text for _, text in TOURS][:num_prompts]
+    fields = [field.name for field in dataclasses.fields(Drafting) if field.name in settings]
+    asked = Drafting(**{name: settings.pop(name) for name in fields})
     loaded = targets.load(target, dtype)
     with Console(stderr=True).status("loading") as status:
-        found = run(loaded, draft, texts, progress=status.update, **options)
+        found = run(loaded, asked, texts, progress=status.update, **settings)
     if as_json:
-        click.echo(json.dumps({"target": target, "draft": draft, **found.to_dict()}))
+        click.echo(json.dumps({"target": target, "draft": asked.draft or "ngram", **found.to_dict()}))
     else:
         click.echo("\n".join(lines(found)))
     if found.faults:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from jspec import generation
+from jspec import api, generation
 from jspec.checkpoint import DTYPES
+from jspec.cli import options
 from jspec.errors import JspecError
 from jspec.metrics import Metrics
 from jspec.prompts import read_text
@@ -25,18 +26,18 @@ def bias(context: click.Context, parameter: click.Parameter, values: tuple[str, 
 
 
 @click.command()
-@click.option("--target", default="smollm2", show_default=True, metavar="smollm2|FOLDER|FILE.gguf")
+@options.target
 @click.option("--prompt", help="The prompt.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 file.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as it is.")
 @click.option(
     "--draft",
-    default="ngram",
-    show_default=True,
     metavar="none|ngram|self:LAYERS|FOLDER",
-    help="What guesses: nothing, the text so far, the target's first layers, another model.",
+    help="What guesses: nothing, the text so far (default), the target's first layers, another model, "
+    "or a draft head (EAGLE, Medusa).",
 )
 @click.option("--num-speculative-tokens", default=4, show_default=True, metavar="K", help="Drafts a round.")
+@options.trees
 @click.option("--max-new-tokens", default=256, show_default=True, metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", *DTYPES]))
@@ -54,12 +55,12 @@ def bias(context: click.Context, parameter: click.Parameter, values: tuple[str, 
     "--verifier",
     default="token",
     show_default=True,
-    type=click.Choice(["token", "block", "coupled"]),
-    help="coupled: the same text whatever the draft.",
+    type=click.Choice([name for name in api.VERIFIERS if name != "greedy"]),
+    help="coupled: the same text whatever the draft. typical_lossy: Medusa's, another law.",
 )
 @click.option("--logprobs", is_flag=True, help="Add the log-probability of each token.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **options: Any) -> None:
+def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **settings: Any) -> None:
     """Write what follows a prompt: greedily, or drawn from exactly the target's law.
 
     The text goes to stdout; the line of counts and times, at the end, to stderr.
@@ -75,9 +76,12 @@ def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **opti
         if not as_json:
             click.echo(piece.text, nl=False)
 
-    result = generation.generate(text, on_piece=show, **options)
+    if settings["simulated_acceptance"]:
+        click.echo(options.WARNING, err=True)
+    result = generation.generate(text, on_piece=show, **settings)
     if as_json:
-        click.echo(json.dumps(to_dict(result)))
+        simulated = {"simulated": True} if settings["simulated_acceptance"] else {}
+        click.echo(json.dumps(simulated | to_dict(result)))
     else:
         click.echo()
         click.echo(truth(result.metrics), err=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.checkpoint import Checkpoint
+from jspec.checkpoint import Checkpoint, weight_files
 from jspec.errors import JspecError
 from jspec.files import read_json
 from jspec.heads import eagle1, eagle3, medusa
-from jspec.heads.files import open_files
+from jspec.heads.files import SAFETENSORS, TORCH, open_files
 from jspec.types import Head, Heads, Params
 
 LOADERS: dict[str, Callable[..., tuple[Head | Heads, Params, Any]]] = {
@@ -27,6 +27,10 @@ LOADERS: dict[str, Callable[..., tuple[Head | Heads, Params, Any]]] = {
     "eagle3": eagle3.load,
     "medusa": medusa.load,
 }
+
+
+class NoHead(JspecError):
+    """A folder whose tensors are those of no draft head."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,23 @@ def load_head(path: str | Path, target: Checkpoint, dtype: Any = None) -> Loaded
     return LoadedHead(kind, head, params, parsed, folder)
 
 
+def is_head(path: str | Path) -> bool:
+    """Whether a path is a folder with the tensors of a draft head. `JspecError` for a corrupt file."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or not any(weight_files(folder, single) for single in SAFETENSORS + TORCH):
+        return False
+    if (folder / "model.safetensors.index.json").is_file():
+        return False  # heads are small: this is a model, whose many files need not all be opened
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if config.get("speculators_model_type") is not None:
+        return True
+    try:
+        recognise(folder, config, open_files(folder).tensors)
+    except NoHead:
+        return False
+    return True
+
+
 def recognise(folder: Path, config: Mapping[str, Any], tensors: Collection[str]) -> str:
     """The kind of head that a config.json and the names of tensors make. Raises `JspecError`."""
     kind = config.get("speculators_model_type")
@@ -71,7 +92,7 @@ def recognise(folder: Path, config: Mapping[str, Any], tensors: Collection[str])
         return "eagle3"
     if "fc.weight" in tensors and any(name.startswith("layers.0.") for name in tensors):
         return "eagle"
-    raise JspecError(
+    raise NoHead(
         f"{folder} is no draft head: its config.json has no speculators_model_type, and there are none of "
         "the tensors midlayer.* or layers.0.hidden_norm.weight (EAGLE-3), fc.weight with layers.0.* "
         f"(EAGLE), 0.0.linear.weight or blocks.0.layers.0.weight (Medusa) among its {len(tensors)} tensors"
