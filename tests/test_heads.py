@@ -132,23 +132,28 @@ FORMATS = [value for name, value in list(globals().items()) if name.startswith((
 
 
 def run(loaded, features, tokens, steps=2):
-    """Logits of the prompt's rows and of each greedy step, and the drafts, as `Slow.draft` has them."""
+    """Logits of the prompt's rows and of each greedy step, and the drafts, as `Slow.draft` has them.
+
+    Row by row, to compile one program a head; that passes may be wider is shown elsewhere.
+    """
     head, params = loaded.head, loaded.params
 
     @jax.jit
-    def step(params, cache, tokens, stream):
-        hidden, stream, cache = head.forward(params, cache, tokens, stream, tree.chain(*tokens.shape))
-        cache = head.commit(cache, None, jnp.array([tokens.shape[1]]))
-        return head.unembed(params, hidden)[0], stream[:, -1:], cache
+    def step(params, cache, token, stream):
+        hidden, stream, cache = head.forward(params, cache, token[None, None], stream, tree.chain(1, 1))
+        return head.unembed(params, hidden)[0], stream, head.commit(cache, None, jnp.array([1]))
 
-    stream, cache = head.fuse(params, jnp.array(features, jnp.float32)[None]), head.init_cache(1, 16)
-    fed, logits, drafts = jnp.array(tokens)[None], [], []
-    for _ in range(steps + 1):
-        rows, stream, cache = step(params, cache, fed, stream)
-        logits.append(rows)
-        best = int(rows[-1].argmax())
-        drafts.append(int(params["ids"][best]) if "ids" in params else best)
-        fed = jnp.array([drafts[-1:]])
+    fused, cache = head.fuse(params, jnp.array(features, jnp.float32)[None]), head.init_cache(1, 16)
+    logits, drafts = [], []
+    for index in range(len(tokens) + steps):
+        prompt = index < len(tokens)
+        stream = fused[:, index : index + 1] if prompt else stream
+        token = tokens[index] if prompt else drafts[-1]
+        row, stream, cache = step(params, cache, jnp.array(token), stream)
+        logits.append(row)
+        if index >= len(tokens) - 1:
+            best = int(row[0].argmax())
+            drafts.append(int(params["ids"][best]) if "ids" in params else best)
     return np.concatenate(logits), drafts
 
 
