@@ -126,36 +126,48 @@ def head_drafter(kind: str, head: Any, asked: Drafting, vocab_size: int, max_len
     if tree == "chain" and given:
         raise JspecError(f"{next(iter(given))} is for trees: a chain has num_speculative_tokens drafts")
     depth = asked.num_speculative_tokens if tree == "chain" else given.get("tree_depth", 5)
-    if kind == "medusa" and "tree_depth" not in given and tree != "chain":
-        depth = min(depth, head.count)
+    if kind == "medusa" and tree != "chain":
+        depth = given.get("tree_depth", min(depth, head.count))
     if depth >= max_length:
         raise JspecError(f"drafts {depth} tokens deep do not fit the target's context of {max_length}")
-    topk = given.get("tree_topk", 8)
+    topk = given.get("tree_topk", min(8, head.vocab_size))
     if topk > head.vocab_size:
         raise JspecError(f"tree_topk = {topk}, but the head has only {head.vocab_size} tokens")
     if kind == "medusa":
-        return _medusa(head, tree, given.get("tree_size", 25), depth, topk, vocab_size)
+        return _medusa(head, tree, given.get("tree_size"), depth, topk, vocab_size)
     if tree == "dynamic":
-        size, pool = given.get("tree_size", 31), topk + (depth - 1) * topk**2
-        if size > pool:
-            raise JspecError(
-                f"a tree of {size} nodes cannot be had: {topk} a node and {depth} levels make {pool}"
-            )
+        size = _size(given.get("tree_size"), 31, topk + (depth - 1) * topk**2, topk, depth)
         return eagle.best_first(head, size=size, depth=depth, topk=topk, vocab_size=vocab_size)
     shape = shapes.chain(depth)
     if tree == "static":
-        size = given.get("tree_size", 25)
+        size = _size(given.get("tree_size"), 25, _nodes(topk, depth), topk, depth)
         shape = shapes.likeliest(size, depth, topk) if given else shapes.EAGLE_TREE
     return eagle.fixed(head, shape, vocab_size=vocab_size, drawn=asked.drawn)
 
 
-def _medusa(head: Any, tree: str, size: int, depth: int, topk: int, vocab_size: int) -> Drafter:
+def _medusa(head: Any, tree: str, size: int | None, depth: int, topk: int, vocab_size: int) -> Drafter:
     if tree == "dynamic":
         raise JspecError("Medusa's heads do not see each other's guesses: they grow a chain or a static tree")
     if depth > head.count:
         raise JspecError(f"drafts {depth} tokens deep need as many Medusa heads; there are {head.count}")
-    shape = shapes.chain(depth) if tree == "chain" else shapes.likeliest(size, depth, topk)
+    shape = shapes.chain(depth)
+    if tree == "static":
+        shape = shapes.likeliest(_size(size, 25, _nodes(topk, depth), topk, depth), depth, topk)
     return medusa(head, shape, vocab_size=vocab_size)
+
+
+def _nodes(topk: int, depth: int) -> int:
+    """Of the complete tree."""
+    return sum(topk**level for level in range(1, depth + 1))
+
+
+def _size(asked: int | None, default: int, most: int, topk: int, depth: int) -> int:
+    """The nodes of a tree, if there are so many."""
+    if asked is not None and asked > most:
+        raise JspecError(
+            f"a tree of {asked} nodes cannot be had: {topk} children a node and {depth} levels make {most}"
+        )
+    return min(default, most) if asked is None else asked
 
 
 def _first_layers(target: Target, count: str) -> tuple[Model, Params]:
