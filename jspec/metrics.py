@@ -2,7 +2,8 @@
 
 * **accept length**: emitted tokens per target pass, the target's own token (the
   "bonus") counted, as EAGLE and SGLang count it; without any drafting it is 1.
-* **acceptance rate**: accepted / proposed draft tokens.
+* **acceptance rate**: accepted / proposed draft tokens; of a tree, accepted depths / depths
+  that had a draft.
 * **acceptance per position**: of the drafts submitted at depth 1, 2, ..., the share
   that was accepted together with all before it (unconditional).
 """

@@ -93,7 +93,10 @@ class Context(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Counts for each row since `init`; nothing after a stop token is counted."""
+    """Counts for each row since `init`; nothing after a stop token is counted.
+
+    Of a tree each depth counts once a round, however many of its nodes were drafted.
+    """
 
     rounds: Int[Array, "B"]  # target passes the row took part in
     proposed: Int[Array, "B depth"]  # drafts submitted at depth 1, 2, ...
