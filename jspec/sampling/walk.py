@@ -120,8 +120,9 @@ def _descend(
         passed = (coins < jax.vmap(verifier.accept)(stars, judged)) & jax.vmap(siblings.children)(stars)
         moving = jnp.any(passed, axis=1) & walk.moving & walk.verdict.ok
         child = jnp.argmax(passed, axis=1).astype(jnp.int32)
-        token = proposal.tokens[batch, child]
-        found = walk.law[batch, token]
+        # A row that has ended writes zeros, whatever its neighbours still do.
+        token = jnp.where(moving, proposal.tokens[batch, child], 0)
+        found = jnp.where(moving, walk.law[batch, token], 0.0)
         row = law(child)[:, 0]
         old, at = walk.verdict, walk.step
         verdict = Verdict(
