@@ -94,11 +94,11 @@ def _chain(
 
 
 class _Walk(NamedTuple):
-    """Where each row stands. ``moving``: its last step found a child."""
+    """Where each row stands. ``moving``: it came to a new node, whose law is not known yet."""
 
     step: Int[Array, ""]
     node: Int[Array, "B"]
-    law: Float[Array, "B V"]  # at the node
+    law: Float[Array, "B V"]  # at the node, once visited
     moving: Bool[Array, "B"]
     verdict: Verdict
 
@@ -115,38 +115,38 @@ def _descend(
             key, at[:, None], row[:, None]
         )
 
-    def down(walk: _Walk) -> _Walk:
-        stars, judged = here(walk.node, walk.law)
+    def visit(walk: _Walk) -> _Walk:
+        row = jnp.where(walk.moving[:, None], law(walk.node)[:, 0], walk.law)
+        good = jnp.isfinite(jnp.max(row, axis=-1))
+        stars, judged = here(walk.node, row)
         passed = (coins < jax.vmap(verifier.accept)(stars, judged)) & jax.vmap(siblings.children)(stars)
-        moving = jnp.any(passed, axis=1) & walk.moving & walk.verdict.ok
+        moving = jnp.any(passed, axis=1) & walk.moving & good
         child = jnp.argmax(passed, axis=1).astype(jnp.int32)
         # A row that has ended writes zeros, whatever its neighbours still do.
         token = jnp.where(moving, proposal.tokens[batch, child], 0)
-        found = jnp.where(moving, walk.law[batch, token], 0.0)
-        row = law(child)[:, 0]
         old, at = walk.verdict, walk.step
         verdict = Verdict(
-            old.path.at[:, at + 1].set(jnp.where(moving, child, 0)),
+            old.path.at[:, at + 1].set(jnp.where(moving, child, 0), mode="drop"),
             old.accepted + moving,
             old.tokens.at[:, at].set(token),
-            old.logprob.at[:, at].set(found),
-            jnp.where(moving, jnp.isfinite(jnp.max(row, axis=-1)), old.ok),
+            old.logprob.at[:, at].set(jnp.where(moving, row[batch, token], 0.0)),
+            good,
         )
-        node = jnp.where(moving, child, walk.node)
-        return _Walk(at + 1, node, jnp.where(moving[:, None], row, walk.law), moving, verdict)
-
-    def unfinished(walk: _Walk) -> Array:
-        return jnp.any(walk.moving) & (walk.step < depth)
+        return _Walk(at + 1, jnp.where(moving, child, walk.node), row, moving, verdict)
 
     root = jnp.zeros_like(position)
-    row = law(root)[:, 0]
+    shape = jax.eval_shape(law, root)
     empty = jnp.zeros((batch.shape[0], depth + 1), jnp.int32)
-    tokens, logprob = empty.astype(proposal.tokens.dtype), empty.astype(row.dtype)
-    start = Verdict(empty, root, tokens, logprob, ok=jnp.isfinite(jnp.max(row, axis=-1)))
-    walk = jax.lax.while_loop(unfinished, down, _Walk(jnp.int32(0), root, row, start.ok, start))
+    everywhere = jnp.ones(batch.shape, bool)
+    start = Verdict(
+        empty, root, empty.astype(proposal.tokens.dtype), empty.astype(shape.dtype), ok=everywhere
+    )
+    nothing = jnp.zeros((batch.shape[0], shape.shape[-1]), shape.dtype)
+    walk = _Walk(jnp.int32(0), root, nothing, everywhere, start)
+    walk = jax.lax.while_loop(lambda walk: jnp.any(walk.moving), visit, walk)
     stars, judged = here(walk.node, walk.law)
     weights = jax.vmap(verifier.residual)(stars, judged, root)
-    following = _next(verifier, key, position, walk.node, weights).astype(tokens.dtype)
+    following = _next(verifier, key, position, walk.node, weights).astype(proposal.tokens.dtype)
     end = batch, walk.verdict.accepted
     return walk.verdict._replace(
         tokens=walk.verdict.tokens.at[end].set(following),
