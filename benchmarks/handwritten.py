@@ -8,6 +8,7 @@ axis, rope once a pass. `fuse` gives the weights the layout that is fastest for 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +31,25 @@ def start(config: Any, prompt: list[int], slots: int) -> State:
     return State(tokens, jnp.int32(0), cache)
 
 
-def fuse(params: Any) -> Any:
-    """The same weights with q, k, v as one matrix, gate and up as one, and a head of [D, V]."""
+LAYOUTS = "qkv", "gate_up", "head"
+
+
+def fuse(params: Any, layout: Collection[str] = LAYOUTS) -> Any:
+    """The same weights; of the layout: q, k, v as one matrix, gate and up as one, the head as [D, V]."""
+    joined = {name: parts for name, parts in PARTS.items() if name in layout}
 
     def layer(p):
-        wide = {name: p[name] for name in ("attn_norm", "mlp_norm", "o", "down")}
-        wide["qkv"] = jnp.concatenate([p["q"], p["k"], p["v"]], axis=1)
-        wide["gate_up"] = jnp.concatenate([p["gate"], p["up"]], axis=1)
-        return wide
+        wide = {name: jnp.concatenate([p[part] for part in parts], axis=1) for name, parts in joined.items()}
+        gone = {part for parts in joined.values() for part in parts}
+        return wide | {name: w for name, w in p.items() if name not in gone}
 
-    head = params["head"] if "head" in params else params["embed"].T.copy()
-    return {**params, "layers": [layer(p) for p in params["layers"]], "head": head}
+    params = {**params, "layers": [layer(p) for p in params["layers"]]}
+    if "head" in layout and "head" not in params:
+        params["head"] = params["embed"].T.copy()
+    return params
+
+
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 def norm(x, weight, eps):

@@ -72,6 +72,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="of torch and llama.cpp; XLA takes all cores")
+    parser.add_argument(
+        "--layouts",
+        default="qkv+gate_up+head",
+        help="of the hand-written loop, for instance qkv,head,qkv+head",
+    )
     parser.add_argument("--pause", type=float, default=0.3, help="seconds before each engine")
     options = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
@@ -82,9 +87,10 @@ def main() -> None:
     common = prompt, options.tokens
     engines = {f"jspec, K = 0 (jax {jax.__version__})": jspec_engine(target, *common)}
     engines["hand-written loop, the same arrays"] = handwritten_engine(config, params, *common, slots)
-    engines["hand-written loop, fused arrays"] = handwritten_engine(
-        config, handwritten.fuse(params), *common, slots
-    )
+    for layout in options.layouts.split(","):
+        fused = handwritten.fuse(params, layout.split("+"))
+        name = f"hand-written loop, {layout.replace('+', ', ')} laid out anew"
+        engines[name] = handwritten_engine(config, fused, *common, slots)
     if others.installed("torch"):
         versions = (
             f"{importlib.metadata.version('transformers')}, torch {importlib.metadata.version('torch')}"

@@ -10,6 +10,9 @@ category: drafter and plain decoding in turn in one process. A row gives
 * length: tokens a target pass, bonus counted; predicted and efficiency: see `jspec.bench`.
 
 The whole of it takes hours: ``--num-prompts`` spreads a few over each category.
+``--row-cost R`` times nothing: it writes the texts, as one batch a category, counts their
+passes, and says what they predict for a draft that costs nothing, where a pass of K + 1
+rows costs R passes of one row. That does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import jax
 
 import jspec
 from jspec import bench, text
+from jspec.metrics import Metrics
 
 CATEGORIES = "summarization,rag,writing,roleplay"
 
@@ -55,6 +59,29 @@ def row(category: str, result: bench.Result, prompts: int) -> str:
     return f"| {category} | {prompts} | {result.setting.name} | {speeds} | {costs} | {model} |"
 
 
+def predicted(metrics: Metrics, row_cost: float) -> float:
+    """The speed-up of a text by its passes alone, with a draft that costs nothing."""
+    narrow = metrics.num_target_passes - metrics.num_drafts
+    return metrics.num_tokens / (metrics.num_drafts * row_cost + narrow)
+
+
+def counted(category: str, setting: bench.Setting, metrics: list[Metrics], row_cost: float) -> str:
+    """One Markdown row of the passes of some texts."""
+    single = sorted(predicted(m, row_cost) for m in metrics)
+    tokens, passes = sum(m.num_tokens for m in metrics), sum(m.num_target_passes for m in metrics)
+    drafts = sum(m.num_drafts for m in metrics)
+    whole = tokens / (drafts * row_cost + passes - drafts)
+    spread = f"{single[0]:.2f} / {statistics.median(single):.2f} / {single[-1]:.2f}"
+    counts = f"{sum(r >= 2 for r in single)} | {sum(r < 0.98 for r in single)}"
+    shares = f"{tokens / passes:.2f} | {drafts / passes:.0%}"
+    return f"| {category} | {len(metrics)} | {setting.name} | {whole:.2f} | {spread} | {counts} | {shares} |"
+
+
+COUNTED = (
+    "| category | prompts | draft | predicted | single prompts | >= 2.0 | < 0.98 | length "
+    "| rounds with a draft |\n"
+    f"|{'---|' * 9}"
+)
 HEAD = (
     "| category | prompts | draft | x plain | single prompts | >= 2.0 | < 0.98 | length | r_K+1 | d "
     f"| predicted | efficiency |\n|{'---|' * 12}"
@@ -74,8 +101,10 @@ def main() -> None:
     parser.add_argument("--max-prompt-tokens", type=int, default=1500, help="longer prompts are left out")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--row-cost", type=float, metavar="R", help="count passes and time nothing")
     options = parser.parse_args()
-    print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, jax {jax.__version__}\n\n{HEAD}")
+    print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, jax {jax.__version__}\n")
+    print(COUNTED if options.row_cost else HEAD)
     target = jspec.load(options.target, "float32")
     ks = [int(k) for k in options.num_speculative_tokens.split(",")]
     settings = [bench.Drafting(draft, k) for draft in options.draft.split(",") for k in ks]
@@ -85,6 +114,18 @@ def main() -> None:
             for prompt in questions(options.file, category, options.num_prompts)
             if len(text.encode_prompt(target.tokenizer, prompt)) <= options.max_prompt_tokens
         ]
+        for setting in settings if options.row_cost else ():
+            texts = jspec.generate(
+                prompts,
+                target=target,
+                draft=setting.draft,
+                num_speculative_tokens=setting.num_speculative_tokens,
+                max_new_tokens=options.max_new_tokens,
+            )
+            metrics = [one.metrics for one in texts]
+            print(counted(category, setting, metrics, options.row_cost), flush=True)
+        if options.row_cost:
+            continue
         results = bench.bench(
             target, settings, prompts, max_new_tokens=options.max_new_tokens, repeats=options.repeats
         )

@@ -10,6 +10,7 @@ import pytest
 
 import jspec
 from jspec import bench
+from jspec.metrics import Metrics
 from tests import tiny
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
@@ -83,6 +84,10 @@ def test_spec_bench_reads_and_reports(script, tmp_path):
     result.tokens_per_second, result.accepted, result.proposed = [1.0], [3], [5]
     assert spec_bench.of_prompts(result, 2) == pytest.approx([1.1, 2.3])
     assert "| 1.10 / 1.70 / 2.30 | 1 | 0 | 1.50 |" in spec_bench.row("rag", result, 2)
+    metrics = [Metrics(9, 20, 20, 0, 0, 0), Metrics(9, 30, 10, 10, 40, 20)]
+    assert spec_bench.predicted(metrics[1], 1.5) == pytest.approx(2.0)
+    row = spec_bench.counted("rag", bench.Setting("ngram", 4), metrics, 1.5)
+    assert "| 1.43 | 1.00 / 1.50 / 2.00 | 1 | 0 | 1.67 | 33% |" in row
 
 
 def test_a_missing_engine_is_left_out(script, capsys):
