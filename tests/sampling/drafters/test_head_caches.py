@@ -67,7 +67,8 @@ def assert_head_is_fresh(head, dparams, features, state) -> None:
     [
         ("eagle_tree", "windowed"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("eagle_tree", "llama"), ("eagle2", "llama"), ("eagle2", "windowed"), ("eagle3_best_first", "llama"),
+            ("eagle_tree", "llama"), ("eagle2", "llama"), ("eagle2", "windowed"),
+            ("eagle3_best_first", "llama"),
             ("eagle3_best_first", "windowed"), ("medusa_tree", "windowed"))),
     ],
 )  # fmt: skip
