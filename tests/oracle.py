@@ -24,18 +24,22 @@ CONFIG = llama.Config(
 
 
 @functools.cache
-def tiny_llama(seed: int = 0, max_length: int = CONFIG.max_length) -> tuple[Model, dict]:
+def tiny_llama(
+    seed: int = 0, max_length: int = CONFIG.max_length, taps: tuple[int, ...] = ()
+) -> tuple[Model, dict]:
     """A transformer small enough to compile in a second, whose texts do not settle at once."""
     config = CONFIG.__class__(**{**CONFIG.__dict__, "max_length": max_length})
-    return llama.make(config), random_params(llama.weights(config), seed)
+    return llama.make(config, taps=taps), random_params(llama.weights(config), seed)
 
 
 @functools.cache
-def tiny_windowed(seed: int = 0, max_length: int = CONFIG.max_length) -> tuple[Model, dict]:
+def tiny_windowed(
+    seed: int = 0, max_length: int = CONFIG.max_length, taps: tuple[int, ...] = ()
+) -> tuple[Model, dict]:
     """One layer that sees 5 positions and one that sees all: windows shorter than most prompts."""
     changes = dict(max_length=max_length, windows=(5, None), window_rope=Rope(theta=100.0))
     config = CONFIG.__class__(**{**CONFIG.__dict__, **changes})
-    return decoder.make(config), random_params(decoder.weights(config), seed)
+    return decoder.make(config, taps=taps), random_params(decoder.weights(config), seed)
 
 
 TINY = {"llama": tiny_llama, "windowed": tiny_windowed}

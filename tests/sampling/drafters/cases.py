@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 import jax
 
+from jspec import shapes
+from jspec.sampling.drafters import eagle
+from jspec.sampling.drafters.medusa import medusa
 from jspec.sampling.drafters.model import model as draft_model
 from jspec.sampling.drafters.ngram import ngram
 from jspec.sampling.drafters.none import none
 from jspec.types import Drafter, Model, Params
 from tests import oracle
+from tests.sampling.drafters import rigged
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,17 @@ class Case:
     """``make``: the drafter and its params for a target and its params.
 
     ``cycle_floor``: the acceptance rate on a text of period 5, seen twice, where a draft
-    model is the target itself.
+    model is the target itself and a head copies it. ``head``: the kind, whose taps the target needs.
     """
 
     name: str
     make: Callable[[Model, Params], tuple[Drafter, Params]]
     cycle_floor: float
+    head: str = ""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return rigged.TAPS[self.head] if self.head else ()
 
 
 def other_llama(k: int, **options) -> Callable[[Model, Params], tuple[Drafter, Params]]:
@@ -44,6 +53,21 @@ def other_llama(k: int, **options) -> Callable[[Model, Params], tuple[Drafter, P
     return make
 
 
+def headed(name: str, kind: str, build: Callable[..., Drafter], **options) -> Case:
+    """A drafter with a random head, and one that copies the target for the cycle."""
+
+    def make(target: Model, params: Params) -> tuple[Drafter, Params]:
+        copies = target.vocab_size == rigged.VOCAB
+        head, own = rigged.copying(kind) if copies else rigged.random(kind, params)
+        return build(head, vocab_size=target.vocab_size, **options), own
+
+    return Case(name, make, 1.0, kind)
+
+
+CHAIN = shapes.chain(3)
+BUSHY = shapes.shape([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)])
+BEST = dict(size=7, depth=3, topk=4)
+
 CASES = [
     Case("none", lambda *_: (none(), None), 0.0),
     Case("ngram", lambda *_: (ngram(4, min_ngram=2), None), 1.0),
@@ -52,4 +76,11 @@ CASES = [
     Case("model", other_llama(3), 1.0),
     Case("model_k1", other_llama(1), 1.0),
     Case("model_greedy", other_llama(3, greedy=True), 1.0),
+    headed("eagle_chain", "eagle", eagle.fixed, shape=CHAIN),
+    headed("eagle_tree", "eagle", eagle.fixed, shape=BUSHY),
+    headed("eagle_greedy_chain", "eagle", eagle.fixed, shape=CHAIN, drawn=False),
+    headed("eagle2", "eagle", eagle.best_first, **BEST),
+    headed("eagle3_chain", "eagle3", eagle.fixed, shape=CHAIN),
+    headed("eagle3_best_first", "eagle3", eagle.best_first, **BEST),
+    headed("medusa_tree", "medusa", medusa, shape=BUSHY),
 ]
