@@ -118,4 +118,4 @@ def test_a_head_that_copies_the_target_drafts_its_text(kind, by, growth):
     assert drafted(drafter, params, head.taps) == 1.0
     late = drafted(off_by_one(drafter, by), params, head.taps)
     # Of five tokens a tree has the right one among its three children now and then.
-    assert late == 0.0 if growth == "chain" else late < 0.4
+    assert late == 0.0 if growth == "chain" else late < 0.5
