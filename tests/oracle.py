@@ -125,9 +125,8 @@ def assert_cache_is_prefill(model: Model, params, state, window: int = 5) -> Non
     slots = state.tokens.shape[1]
     batch = state.tokens.shape[0]
     length = np.asarray(state.cache.length)
-    _, _, fresh = model.forward(
-        params, model.init_cache(batch, slots), state.tokens, tree.chain(batch, slots)
-    )
+    empty = model.init_cache(batch, slots)
+    _, _, fresh = jax.jit(model.forward)(params, empty, state.tokens, tree.chain(batch, slots))
     if isinstance(fresh, kv.Cache):
         for got, want in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(fresh.layers), strict=True):
             # a ring holds the newest entries, of which the next pass sees the last window - 1

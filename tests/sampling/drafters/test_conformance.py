@@ -34,14 +34,22 @@ def expected(tiny, row, stop):
 
 def listed(*fast: str):
     """All cases; heads, whose loops take long to compile, are slow but for some."""
-    return [
-        pytest.param(case, marks=() if not case.head or case.name in fast else pytest.mark.slow, id=case.name)
+    return [marked(case, case.name in fast) for case in CASES]
+
+
+def marked(case, fast: bool, *more, name: str = ""):
+    marks = () if not case.head or fast else pytest.mark.slow
+    return pytest.param(case, *more, marks=marks, id=case.name + name)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiny"),
+    [
+        marked(case, (case.name, name) == ("medusa_tree", "windowed"), tiny, name=f"-{name}")
         for case in CASES
-    ]
-
-
-@pytest.mark.parametrize("tiny", oracle.TINY.values(), ids=oracle.TINY)
-@pytest.mark.parametrize("case", listed("medusa_tree"))
+        for name, tiny in oracle.TINY.items()
+    ],
+)
 def test_greedy_equals_the_oracle(case, tiny):
     """Ragged prompts, per-row limits and stop sets: each row is what plain decoding writes."""
     decoder, model, params, dparams = decoder_of(case, tiny)
