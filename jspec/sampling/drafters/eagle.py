@@ -56,7 +56,12 @@ def fixed(head: Head, shape: Shape, *, vocab_size: int, drawn: bool = True) -> D
 
 
 def best_first(head: Head, *, size: int = 31, depth: int = 6, topk: int = 8, vocab_size: int) -> Drafter:
-    """An EAGLE-2 drafter: ``size`` nodes (the root not counted) of at most ``depth`` levels."""
+    """An EAGLE-2 drafter: ``size`` nodes (the root not counted) of at most ``depth`` levels.
+
+    Raises ValueError if its levels do not propose so many candidates.
+    """
+    if size > (most := topk + (depth - 1) * topk**2):
+        raise ValueError(f"size = {size}, but {depth} levels of {topk} x {topk} make {most} candidates")
 
     def grown(writer: grow.Writer, start: grow.Start, root: Array, context: Context) -> Proposal:
         return grow.best_first(size, depth, topk, writer, start, root)
