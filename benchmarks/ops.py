@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 import jspec
-from jspec import api, generation
+from jspec import generation
+from jspec.drafts import Drafting, find_draft
 from jspec.sampling import keys, policy
-from jspec.targets import find_draft
 from jspec.types import State
 
 PROMPT = "Write a long story about a dog that finds a golden key in the garden of an old castle."
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=25)
     options = parser.parse_args()
     target = jspec.load("smollm2", "float32")
-    drafter, draft_params = find_draft(target, options.draft, options.num_speculative_tokens, "float32")
-    decoder = api.decoder(target.model, drafter)
+    found = find_draft(target, Drafting(options.draft, options.num_speculative_tokens))
+    decoder, draft_params = found.decoder(), found.params
     rows, key = policy.greedy(1, target.model.vocab_size), keys.row_keys([0], 1)
     prompt = target.tokenizer(PROMPT)["input_ids"]
     request = generation.lay_out(target, decoder, [prompt], rows, options.tokens, key, options.slots)

@@ -65,7 +65,7 @@ def predicted(metrics: Metrics, row_cost: float) -> float:
     return metrics.num_tokens / (metrics.num_drafts * row_cost + narrow)
 
 
-def counted(category: str, setting: bench.Setting, metrics: list[Metrics], row_cost: float) -> str:
+def counted(category: str, setting: bench.Drafting, metrics: list[Metrics], row_cost: float) -> str:
     """One Markdown row of the passes of some texts."""
     single = sorted(predicted(m, row_cost) for m in metrics)
     tokens, passes = sum(m.num_tokens for m in metrics), sum(m.num_target_passes for m in metrics)

@@ -130,7 +130,7 @@ def tree_drafter() -> Drafter:
         (dict(banned=range(32)), "mask all 32 tokens"),
         (dict(verifier="magic"), "unknown verifier 'magic': choose one of token, block, coupled, greedy"),
         (
-            dict(verifier="token", drafter=tree_drafter()),
+            dict(verifier="block", drafter=tree_drafter()),
             "judges drafts that grow as chain, not as tree",
         ),
         (dict(max_new_tokens=0), "max_new_tokens = 0 should be at least 1"),

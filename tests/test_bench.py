@@ -49,7 +49,7 @@ def test_the_command_writes_table_json_and_plot(jspec, folder, tmp_path):
     code, out, _ = jspec("bench", *options, "--num-speculative-tokens", "1,2", "--batch", 2, *files)
     report = json.loads((tmp_path / "r.json").read_text())
     assert code == 0 and "ngram K=1" in out and "ngram K=2" in out
-    assert [row["num_speculative_tokens"] for row in report["results"]] == [1, 1, 2]
+    assert [row["name"] for row in report["results"]] == ["none", "ngram K=1", "ngram K=2"]
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 

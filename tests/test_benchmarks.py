@@ -86,7 +86,7 @@ def test_spec_bench_reads_and_reports(script, tmp_path):
     assert "| 1.10 / 1.70 / 2.30 | 1 | 0 | 1.50 |" in spec_bench.row("rag", result, 2)
     metrics = [Metrics(9, 20, 20, 0, 0, 0), Metrics(9, 30, 10, 10, 40, 20)]
     assert spec_bench.predicted(metrics[1], 1.5) == pytest.approx(2.0)
-    row = spec_bench.counted("rag", bench.Setting("ngram", 4), metrics, 1.5)
+    row = spec_bench.counted("rag", bench.Drafting("ngram", 4), metrics, 1.5)
     assert "| 1.43 | 1.00 / 1.50 / 2.00 | 1 | 0 | 1.67 | 33% |" in row
 
 

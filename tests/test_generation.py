@@ -109,7 +109,7 @@ def test_the_context_is_an_end(target):
         (
             "a",
             dict(draft="eagle9"),
-            "unknown draft 'eagle9': choose one of none, ngram, self:LAYERS, a model",
+            "unknown draft 'eagle9': choose one of none, ngram, self:LAYERS, the folder",
         ),
         ("a", dict(stop=""), "stop strings should be texts of at least one character"),
     ],

@@ -35,9 +35,7 @@ def main() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     try:
-        cli.main(prog_name="jspec", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        sys.exit(cli.main(prog_name="jspec", standalone_mode=False))  # what `Context.exit` was given
     except click.ClickException as mistake:
         mistake.show()
         sys.exit(mistake.exit_code)

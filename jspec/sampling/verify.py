@@ -233,6 +233,7 @@ here on passes, G_i, given that one from its parent on does: accept_i = G_i / G_
 def plan(verifier: Verifier, proposal: Proposal, law: Float[Array, "N V"]) -> Plan:
     """Write out a rule's decision for one row, every possible end of the walk included.
 
+    >>> from jspec import tree
     >>> tokens, law = jnp.array([0, 2]), jnp.log(jnp.array([[.1, .2, .7], [.5, .3, .2]]))
     >>> chain = jax.tree.map(lambda x: x[0], tree.chain(1, 2))
     >>> plan(token, Proposal(tokens, chain, jnp.array(2)), law).accept[1]

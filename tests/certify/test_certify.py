@@ -108,7 +108,7 @@ def test_the_command(jspec, options, few_laws):
     code, out, _ = jspec(*options, "--draft", "self:1")
     assert code == 0 and out.splitlines()[-1] == "certified: no fault found"
     assert "same shape  2 prompts" in out and "tokens equal bit for bit" in out
-    assert "exact law   block, sampled: 17 settings" in out and "coupled     0 texts differ" in out
+    assert "exact law   block, sampled chain: 17 settings" in out and "coupled     0 texts differ" in out
     code, out, err = jspec(*options, "--verifier", "token", "--json")
     found = json.loads(out)
     assert code == 0 and found["certified"] and found["draft"] == "ngram" and len(found["chi_square"]) == 1
