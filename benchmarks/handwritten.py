@@ -36,9 +36,9 @@ LAYOUTS = "qkv", "gate_up", "head"
 
 def fuse(params: Any, layout: Collection[str] = LAYOUTS) -> Any:
     """The same weights; of the layout: q, k, v as one matrix, gate and up as one, the head as [D, V]."""
-    joined = {name: parts for name, parts in PARTS.items() if name in layout}
 
     def layer(p):
+        joined = {n: parts for n, parts in PARTS.items() if n in layout and parts[0] in p}
         wide = {name: jnp.concatenate([p[part] for part in parts], axis=1) for name, parts in joined.items()}
         gone = {part for parts in joined.values() for part in parts}
         return wide | {name: w for name, w in p.items() if name not in gone}

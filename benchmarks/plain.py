@@ -30,7 +30,7 @@ import numpy as np
 from engines import Write
 
 import jspec
-from jspec import api, generation
+from jspec import api, checkpoint, generation
 from jspec.sampling import keys, policy
 from jspec.sampling.drafters.none import none
 
@@ -81,14 +81,15 @@ def main() -> None:
     options = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     target = jspec.load("smollm2", "float32")
-    config, params = target.checkpoint.config, target.params
+    config = target.checkpoint.config
+    apart = checkpoint.load(target.checkpoint.path, "float32").params  # q, k and v as files have them
     prompt = target.tokenizer(PROMPT)["input_ids"]
     slots = 128 * -(-(len(prompt) + options.tokens + 64) // 128)
     common = prompt, options.tokens
     engines = {f"jspec, K = 0 (jax {jax.__version__})": jspec_engine(target, *common)}
-    engines["hand-written loop, the same arrays"] = handwritten_engine(config, params, *common, slots)
+    engines["hand-written loop, the same arrays"] = handwritten_engine(config, target.params, *common, slots)
     for layout in options.layouts.split(","):
-        fused = handwritten.fuse(params, layout.split("+"))
+        fused = handwritten.fuse(apart, layout.split("+"))
         name = f"hand-written loop, {layout.replace('+', ', ')} laid out anew"
         engines[name] = handwritten_engine(config, fused, *common, slots)
     if others.installed("torch"):
@@ -100,7 +101,7 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         if others.installed("llama_cpp", "gguf"):
-            others.write_gguf(config, params, file := Path(folder) / "model.gguf")
+            others.write_gguf(config, apart, file := Path(folder) / "model.gguf")
             version = importlib.metadata.version("llama_cpp_python")
             engines[f"llama.cpp (llama-cpp-python {version})"] = others.llama_cpp_engine(
                 file, *common, slots, options.threads

@@ -5,6 +5,7 @@ Targets are loaded once and kept for the next call.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 
 from jspec import checkpoint, smollm2, text
 from jspec.errors import JspecError
+from jspec.models import decoder
 from jspec.types import Model, Params
 
 
@@ -41,6 +43,8 @@ def load(target: str = "smollm2", dtype: str = "auto") -> Target:
     folder = smollm2.ensure() if target == "smollm2" else target
     loaded = checkpoint.load(folder, dtype)
     tokenizer = text.load_tokenizer(loaded.home)
+    if jax.default_backend() == "cpu":
+        loaded = dataclasses.replace(loaded, params=decoder.join_qkv(loaded.params))
     model = loaded.family.make(loaded.config, dtype=dtype)
     return Target(model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype)
 

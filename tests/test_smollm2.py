@@ -267,4 +267,4 @@ def test_a_gguf_target_takes_the_tokenizer_beside_it(tmp_path):
     target, embedded = targets.load(str(tmp_path / "model.gguf")), targets.load("smollm2")
     assert target.stop_ids == embedded.stop_ids
     assert target.tokenizer.encode("12  def f():") == embedded.tokenizer.encode("12  def f():")
-    assert (target.params["layers"][3]["q"] == embedded.params["layers"][3]["q"]).all()
+    assert (target.params["layers"][3]["o"] == embedded.params["layers"][3]["o"]).all()

@@ -152,6 +152,22 @@ def project(p: Params, name: str, x: Array) -> Array:
     return out + p[f"{name}_bias"] if f"{name}_bias" in p else out
 
 
+def join_qkv(params: Params) -> Params:
+    """The same params with q, k and v of each layer as one matrix, ``qkv`` [D, (H + 2K)·C].
+
+    XLA on CPU runs small products one a thread; one wide product uses them all. Sharded
+    params stay apart: their heads lie on different devices.
+    """
+
+    def join(p: Params) -> Params:
+        names = [("qkv", "q", "k", "v"), ("qkv_bias", "q_bias", "k_bias", "v_bias")]
+        joined = {new: jnp.concatenate([p[n] for n in old], axis=-1) for new, *old in names if old[0] in p}
+        apart = {n for _, *old in names for n in old}
+        return joined | {name: weight for name, weight in p.items() if name not in apart}
+
+    return {**params, "layers": [join(p) for p in params["layers"]]}
+
+
 def layer(
     config: Config,
     p: Params,
@@ -174,14 +190,16 @@ def layer(
         """Normalise, where this family does so."""
         return config.norm(x, p[name], config.norm_eps) if name in p else x
 
-    def heads(name: str, count: int) -> Array:
-        x = project(p, name, normed).reshape(batch, rows, count, config.channels)
-        return norm(x, f"{name}_norm")
-
     normed = norm(x, "attn_norm") if attended is None else attended
-    query = rotate(heads("q", config.heads), position, frequency)
-    key = rotate(heads("k", config.kv_heads), position, frequency)
-    entry = write(key, heads("v", config.kv_heads))
+    if "qkv" in p:
+        ends = config.heads * config.channels, (config.heads + config.kv_heads) * config.channels
+        projected = jnp.split(project(p, "qkv", normed), ends, axis=-1)
+    else:
+        projected = [project(p, name, normed) for name in "qkv"]
+    query, key, value = (x.reshape(batch, rows, -1, config.channels) for x in projected)
+    query = rotate(norm(query, "q_norm"), position, frequency)
+    key = rotate(norm(key, "k_norm"), position, frequency)
+    entry = write(key, value)
     mixed = attention(query, entry).reshape(batch, rows, config.heads * config.channels)
     x = x + norm(project(p, "o", mixed), "attn_post_norm")
     normed = norm(x, "mlp_norm")

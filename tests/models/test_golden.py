@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import checkpoint, tree
-from jspec.models.decoder import FINAL
+from jspec.models.decoder import FINAL, join_qkv
 from jspec.models.layers import rms_norm
 from tests.models.make_golden import CASES, make
 
@@ -17,9 +17,16 @@ GOLDEN = Path(__file__).parent / "golden"
 WINDOWED = [name for name, case in CASES.items() if case.get("sliding_window")]
 
 
-def run(folder: Path, taps: tuple[int, ...] = (), pieces: tuple[int, ...] | None = None, scratch=None):
+def run(
+    folder: Path,
+    taps: tuple[int, ...] = (),
+    pieces: tuple[int, ...] | None = None,
+    scratch=None,
+    params=lambda params: params,
+):
     """Logits and features of the folder's model on its golden tokens, fed in pieces."""
     loaded = checkpoint.load(folder)
+    weights = params(loaded.params)
     model = loaded.family.make(loaded.config, taps=taps)
     with np.load(folder / "golden.npz") as saved:
         golden = dict(saved)
@@ -29,9 +36,9 @@ def run(folder: Path, taps: tuple[int, ...] = (), pieces: tuple[int, ...] | None
     start = 0
     for size in pieces or (length,):
         tokens = jnp.array(golden["tokens"][:, start : start + size])
-        hidden, tapped, cache = forward(loaded.params, cache, tokens, tree.chain(batch, size))
+        hidden, tapped, cache = forward(weights, cache, tokens, tree.chain(batch, size))
         cache = model.commit(cache, None, jnp.full((batch,), size))
-        logits.append(unembed(loaded.params, hidden))
+        logits.append(unembed(weights, hidden))
         features.append(tapped)
         start += size
     sizes = [entry.keys.shape[2] for entry in cache.layers]
@@ -49,6 +56,13 @@ def assert_close(got: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
     golden, logits, _ = run(GOLDEN / case)
+    assert_close(logits, golden["logits"])
+
+
+@pytest.mark.parametrize("case", ["gqa_untied", "qwen2", "qwen3"])
+def test_q_k_and_v_may_be_one_matrix(case):
+    """With their biases and their norms, where a family has them."""
+    golden, logits, _ = run(GOLDEN / case, params=join_qkv)
     assert_close(logits, golden["logits"])
 
 
