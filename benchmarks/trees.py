@@ -70,9 +70,8 @@ def told(drafter: Drafter, text: Any) -> Drafter:
 
 def passes(target: Any, model: Any, head: Head, params: Any, levels: list[int], slots: int) -> Callable:
     """Seconds of a round's model passes alone."""
-    half = jnp.full((1,), slots // 2, jnp.int32)
-    caches = [model.init_cache(1, slots, NODES)._replace(length=half)]
-    caches.append(head.init_cache(1, slots + sum(levels), NODES)._replace(length=half))
+    caches = [model.init_cache(1, slots, NODES), head.init_cache(1, slots + sum(levels), NODES)]
+    caches = [cache._replace(length=jnp.full((1,), slots // 2, jnp.int32)) for cache in caches]
     layout = tree.from_parents(jnp.array([[-1] + [i // 2 for i in range(NODES - 1)]]))
 
     @functools.partial(jax.jit, donate_argnums=2)
