@@ -147,6 +147,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--only", default="", help="only trees whose name has this")
     options = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, jax {jax.__version__}")
     target = jspec.load("smollm2", "float32")
@@ -165,7 +166,8 @@ def main() -> None:
     }
     print("\n| tree | temperature | tokens a round | ms a round | ms of its passes | the loop's share |")
     print("|---|---|---|---|---|---|")
-    for name, (drafter, levels) in trees.items():
+    chosen = {name: made for name, made in trees.items() if options.only in name}
+    for name, (drafter, levels) in chosen.items():
         alone = passes(target, model, head, params, levels, options.slots)
         for kind, settings in SETTINGS.items():
             whole = loop(target, model, told(drafter, text), params, options.slots, settings)

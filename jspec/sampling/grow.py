@@ -88,8 +88,8 @@ def fixed(
         else:
             known, layout = writer.spread(logits), spread(batch, *shape.rows(inner))
             law = policy.apply(context.policy, context.history, tokens, layout, known)
-            found, laws = _draw(context, level, known, law, shape.widest(level))
-            logq = logq.at[:, nodes].set(laws[:, at, rank])
+            found = _draw(context, level, known, law, shape.widest(level))
+            logq = _told(logq, nodes, at, rank, context, law, found)
         tokens = tokens.at[:, nodes].set(found[:, at, rank].astype(tokens.dtype))
         if level < shape.depth:
             logits, carry = _run(shape, level, writer, carry, tokens)
@@ -108,23 +108,44 @@ def _run(shape: Shape, level: int, writer: Writer, carry: Any, tokens: Array) ->
 
 def _draw(
     context: Context, level: int, logits: Float[Array, "B T V"], law: Float[Array, "B T V"], count: int
-) -> tuple[Int[Array, "B T count"], Float[Array, "B T count V"]]:
-    """Tokens drawn without replacement, in their order, and the law that each was drawn from.
+) -> Int[Array, "B T count"]:
+    """Tokens drawn without replacement, in their order (Gumbel-top-k).
 
     All nodes of a level share the noise: at most one of them is on the path that the
-    target takes. A row at temperature 0 takes the best tokens, as point masses.
+    target takes. A row at temperature 0 takes the best tokens.
     """
     each = jax.vmap(jax.random.fold_in)(keys.wrap(context.key), context.offset + level)
     noise = jax.vmap(keys.gumbel, (0, None))(each, law.shape[-1])
     warm = (context.policy.temperature > 0)[:, None, None]
-    tokens = jax.lax.top_k(jnp.where(warm, law + noise[:, None], logits), count)[1]
-    laws, left = [], jnp.where(warm, law, -jnp.inf)
-    batch, rows = jnp.arange(law.shape[0])[:, None], jnp.arange(law.shape[1])
-    for rank in range(count):
-        laws.append(left)
-        left = left.at[batch, rows, tokens[..., rank]].set(-jnp.inf)
-        left = left - jax.nn.logsumexp(left, axis=-1, keepdims=True)
-    return tokens, jnp.stack(laws, axis=2)
+    return jax.lax.top_k(jnp.where(warm, law + noise[:, None], logits), count)[1]
+
+
+def _told(
+    logq: Array,
+    nodes: np.ndarray,
+    at: np.ndarray,
+    rank: np.ndarray,
+    context: Context,
+    law: Array,
+    found: Array,
+) -> Array:
+    """Write the law that each node of a level was drawn from: its row's, without its earlier siblings.
+
+    Only for nodes that are there, one rank after the other. A row at temperature 0 keeps
+    -inf everywhere: its tokens are point masses.
+    """
+    warm = (context.policy.temperature > 0)[:, None, None]
+    rows, left, order, laws = at[rank == 0], law[:, at[rank == 0]], [], []
+    for r in range(rank.max() + 1):
+        if r:
+            kept = np.searchsorted(rows, at[rank == r])
+            rows, left = rows[kept], left[:, kept]
+            place = jnp.arange(len(left))[:, None], jnp.arange(len(rows))
+            left = left.at[*place, found[:, rows, r - 1]].set(-jnp.inf)
+            left = left - jax.nn.logsumexp(left, axis=-1, keepdims=True)
+        order.append(nodes[rank == r])
+        laws.append(jnp.where(warm, left, -jnp.inf))
+    return logq.at[:, np.concatenate(order)].set(jnp.concatenate(laws, axis=1))
 
 
 class _Pool(NamedTuple):

@@ -76,8 +76,7 @@ def _drawn(
     star: Proposal, logq: Array, law: Float[Array, "V"]
 ) -> tuple[Float[Array, "N"], Float[Array, "V"]]:
     """Drafts with laws: one pass over V for each child, and none for other nodes."""
-    child, index = children(star), jnp.arange(star.tokens.shape[0])
-    drawn, tokens = has_law(star), star.tokens
+    child, index, tokens = children(star), jnp.arange(star.tokens.shape[0]), star.tokens
 
     def following(node):
         """The next child after a node; N if there is none."""
@@ -85,8 +84,10 @@ def _drawn(
 
     def judge(carry):
         node, chance, left = carry
+        row = logq[node]  # looked at here, for `has_law` would read those of all nodes
         q = jax.nn.one_hot(tokens[node], law.shape[0], dtype=law.dtype)
-        q = jnp.where(drawn[node], jnp.exp(logq[node]), q)
+        drawn = jnp.isfinite(jnp.max(row)) & (row[tokens[node]] > -jnp.inf)
+        q = jnp.where(drawn, jnp.exp(row), q)
         own = left[tokens[node]] / q[tokens[node]]
         rest = jnp.maximum(left - q, 0.0)
         total = jnp.sum(rest)

@@ -105,25 +105,23 @@ def options(folder, tmp_path_factory):
 
 
 def test_the_command(jspec, options, few_laws):
-    code, out, _ = jspec(*options, "--draft", "self:1")
+    rules_of = ("--verifier", "block", "--verifier", "coupled")
+    code, out, _ = jspec(*options, "--draft", "self:1", *rules_of)
     assert code == 0 and out.splitlines()[-1] == "certified: no fault found"
     assert "same shape  2 prompts" in out and "tokens equal bit for bit" in out
     assert "exact law   block, sampled chain: 17 settings" in out and "coupled     0 texts differ" in out
-    code, out, err = jspec(*options, "--verifier", "token", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["certified"] and found["draft"] == "ngram" and len(found["chi_square"]) == 1
-    assert [len(c["p_values"]) for c in found["chi_square"]] == [6]
 
 
 def test_the_command_ends_with_1_at_a_fault(jspec, options, few_laws, monkeypatch):
     monkeypatch.setitem(api.VERIFIERS, "token", gullible)
-    code, out, err = jspec(*options, "--draft", "self:1", "--verifier", "token")
-    faults = [line for line in out.splitlines() if line.startswith("FAULT")]
-    assert code == 1 and "Traceback" not in err
+    code, out, err = jspec(*options, "--draft", "self:1", "--verifier", "token", "--json")
+    found = json.loads(out)
+    assert code == 1 and "Traceback" not in err and not found["certified"] and found["draft"] == "self:1"
+    assert [len(c["p_values"]) for c in found["chi_square"]] == [6]
+    faults = found["faults"]
     assert any("greedy text" in f for f in faults) and any("in the same program" in f for f in faults)
-    assert any("misses the law" in f for f in faults) and any(
-        "writes another law: p = 0" in f for f in faults
-    )
+    assert any("misses the law" in f for f in faults)
+    assert any("writes another law: p = 0" in f for f in faults)
 
 
 def test_the_command_refuses_a_lossy_rule(jspec, options, monkeypatch):
