@@ -31,8 +31,9 @@ TREES = ("chain", "static", "dynamic")
 class Drafting:
     """What drafts and how, as `jspec.generate` names it; None where the draft decides.
 
-    ``tree_size``: drafted nodes, the root not counted. ``drawn``: whether drafts are drawn
-    above temperature 0 where the growth can; False: always the draft's best.
+    ``tree_size``: drafted nodes, the root not counted. ``drawn``: whether a head's drafts
+    are drawn above temperature 0 (default: those of chains; drawing siblings costs more
+    than it brings on CPUs, see `benchmarks/README.md`), or always its best.
     """
 
     draft: str | None = None
@@ -42,7 +43,7 @@ class Drafting:
     tree_depth: int | None = None
     tree_topk: int | None = None
     simulated_acceptance: tuple[float, ...] = ()
-    drawn: bool = True
+    drawn: bool | None = None
 
     @property
     def name(self) -> str:
@@ -142,7 +143,8 @@ def head_drafter(kind: str, head: Any, asked: Drafting, vocab_size: int, max_len
     if tree == "static":
         size = _size(given.get("tree_size"), 25, _nodes(topk, depth), topk, depth)
         shape = shapes.likeliest(size, depth, topk) if given else shapes.EAGLE_TREE
-    return eagle.fixed(head, shape, vocab_size=vocab_size, drawn=asked.drawn)
+    drawn = shape.is_chain if asked.drawn is None else asked.drawn
+    return eagle.fixed(head, shape, vocab_size=vocab_size, drawn=drawn)
 
 
 def _medusa(head: Any, tree: str, size: int | None, depth: int, topk: int, vocab_size: int) -> Drafter:

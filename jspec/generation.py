@@ -122,10 +122,8 @@ def generate(
         raise JspecError("there is no prompt: the list is empty")
     loaded = load(target, dtype) if isinstance(target, str) else target
     rows, key = _policy(loaded, len(prompts), sampling), _seeds(seed, len(prompts))
-    # A tree that is drawn costs more than the best tokens, and greedy rows do not need it.
-    warm = bool((np.asarray(sampling.get("temperature", 0.0)) > 0).any())
     shape = (tree, tree_size, tree_depth, tree_topk, tuple(simulated_acceptance))
-    asked = Drafting(draft, num_speculative_tokens, *shape, drawn=warm or tree != "static")
+    asked = Drafting(draft, num_speculative_tokens, *shape)
     found = find_draft(loaded, asked)
     decoder = found.decoder(verifier, chunk=CHUNK, logprobs=logprobs)
     tokens = [text.encode_prompt(loaded.tokenizer, one, raw) for one in prompts]
