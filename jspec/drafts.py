@@ -17,8 +17,7 @@ from jspec.sampling.drafters import eagle
 from jspec.sampling.drafters.medusa import medusa
 from jspec.sampling.drafters.model import model as draft_model
 from jspec.sampling.drafters.ngram import ngram
-from jspec.sampling.drafters.none import none
-from jspec.sampling.drafters.simulated import simulated
+from jspec.sampling.drafters.none import none, simulated
 from jspec.sampling.verify import Verifier
 from jspec.targets import Target, load, positive
 from jspec.types import Drafter, Model, Params
@@ -31,9 +30,8 @@ TREES = ("chain", "static", "dynamic")
 class Drafting:
     """What drafts and how, as `jspec.generate` names it; None where the draft decides.
 
-    ``tree_size``: drafted nodes, the root not counted. ``drawn``: whether a head's drafts
-    are drawn above temperature 0 (default: those of chains; drawing siblings costs more
-    than it brings on CPUs, see `benchmarks/README.md`), or always its best.
+    ``tree_size``: drafted nodes, the root not counted. ``drawn``: above temperature 0 a
+    head's chains and static trees are drawn; False: always its best.
     """
 
     draft: str | None = None
@@ -43,7 +41,7 @@ class Drafting:
     tree_depth: int | None = None
     tree_topk: int | None = None
     simulated_acceptance: tuple[float, ...] = ()
-    drawn: bool | None = None
+    drawn: bool = True
 
     @property
     def name(self) -> str:
@@ -143,8 +141,7 @@ def head_drafter(kind: str, head: Any, asked: Drafting, vocab_size: int, max_len
     if tree == "static":
         size = _size(given.get("tree_size"), 25, _nodes(topk, depth), topk, depth)
         shape = shapes.likeliest(size, depth, topk) if given else shapes.EAGLE_TREE
-    drawn = shape.is_chain if asked.drawn is None else asked.drawn
-    return eagle.fixed(head, shape, vocab_size=vocab_size, drawn=drawn)
+    return eagle.fixed(head, shape, vocab_size=vocab_size, drawn=asked.drawn)
 
 
 def _medusa(head: Any, tree: str, size: int | None, depth: int, topk: int, vocab_size: int) -> Drafter:

@@ -123,7 +123,9 @@ def generate(
     loaded = load(target, dtype) if isinstance(target, str) else target
     rows, key = _policy(loaded, len(prompts), sampling), _seeds(seed, len(prompts))
     shape = (tree, tree_size, tree_depth, tree_topk, tuple(simulated_acceptance))
-    asked = Drafting(draft, num_speculative_tokens, *shape)
+    # Greedy rows have no use for a drawn tree, which costs a little more than its best tokens.
+    warm = bool((np.asarray(sampling.get("temperature", 0.0)) > 0).any())
+    asked = Drafting(draft, num_speculative_tokens, *shape, drawn=warm or tree != "static")
     found = find_draft(loaded, asked)
     decoder = found.decoder(verifier, chunk=CHUNK, logprobs=logprobs)
     tokens = [text.encode_prompt(loaded.tokenizer, one, raw) for one in prompts]

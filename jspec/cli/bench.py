@@ -70,7 +70,8 @@ def bench(
     texts = read_prompts(prompts, targets.positive("num_prompts", num_prompts))
     loaded = targets.load(target, dtype)
     drafts = draft.split(",") if draft else [None if simulated_acceptance else "ngram"]
-    base = Drafting(None, 4, tree, tree_size, tree_depth, tree_topk, simulated_acceptance)
+    drawn = settings["temperature"] > 0 or tree != "static"
+    base = Drafting(None, 4, tree, tree_size, tree_depth, tree_topk, simulated_acceptance, drawn)
     asked = list(dict.fromkeys(_drafting(base, d, k) for d in drafts for k in num_speculative_tokens))
     if simulated_acceptance:
         click.echo(options.WARNING, err=True)

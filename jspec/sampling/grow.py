@@ -77,22 +77,23 @@ def fixed(
     """Grow a static shape. ``drawn``: rows above temperature 0 draw their tokens; else all are the best."""
     batch, count = root.shape[0], len(shape.parent)
     tokens = jnp.broadcast_to(root[:, None], (batch, count))
-    logq = jnp.full((batch, count, writer.vocab_size), -jnp.inf) if drawn else None
+    laws = [jnp.full((batch, 1, writer.vocab_size), -jnp.inf)]  # of each node; the root's is not looked at
     logits, carry = start.logits[:, None], start.carry
     for level in range(1, shape.depth + 1):
         nodes, inner = np.flatnonzero(shape.levels == level), shape.inner(level - 1)
         # Each node's parent among those that have logits, and its rank after it.
         at, rank = np.searchsorted(inner, shape.parents[nodes]), shape.ranks[nodes]
-        if logq is None:
-            found = writer.name(jax.lax.top_k(logits, shape.widest(level))[1])
+        if not drawn:
+            found = writer.name(_top(logits, shape.widest(level))[1])
         else:
             known, layout = writer.spread(logits), spread(batch, *shape.rows(inner))
             law = policy.apply(context.policy, context.history, tokens, layout, known)
             found = _draw(context, level, known, law, shape.widest(level))
-            logq = _told(logq, nodes, at, rank, context, law, found)
+            laws += _laws(context, at, rank, law, found)
         tokens = tokens.at[:, nodes].set(found[:, at, rank].astype(tokens.dtype))
         if level < shape.depth:
             logits, carry = _run(shape, level, writer, carry, tokens)
+    logq = jnp.concatenate(laws, axis=1) if drawn else None
     return Proposal(tokens, shape.tree(batch), jnp.full((batch,), count), logq)
 
 
@@ -117,35 +118,38 @@ def _draw(
     each = jax.vmap(jax.random.fold_in)(keys.wrap(context.key), context.offset + level)
     noise = jax.vmap(keys.gumbel, (0, None))(each, law.shape[-1])
     warm = (context.policy.temperature > 0)[:, None, None]
-    return jax.lax.top_k(jnp.where(warm, law + noise[:, None], logits), count)[1]
+    return _top(jnp.where(warm, law + noise[:, None], logits), count)[1]
 
 
-def _told(
-    logq: Array,
-    nodes: np.ndarray,
-    at: np.ndarray,
-    rank: np.ndarray,
-    context: Context,
-    law: Array,
-    found: Array,
-) -> Array:
-    """Write the law that each node of a level was drawn from: its row's, without its earlier siblings.
+def _laws(
+    context: Context, at: np.ndarray, rank: np.ndarray, law: Float[Array, "B T V"], found: Array
+) -> list[Float[Array, "B 1 V"]]:
+    """The law that each node of a level was drawn from: that of its row without its earlier siblings.
 
-    Only for nodes that are there, one rank after the other. A row at temperature 0 keeps
-    -inf everywhere: its tokens are point masses.
+    Row by row, for XLA on CPU gathers and scatters element by element. A row at
+    temperature 0 has -inf everywhere: its tokens are point masses.
     """
     warm = (context.policy.temperature > 0)[:, None, None]
-    rows, left, order, laws = at[rank == 0], law[:, at[rank == 0]], [], []
-    for r in range(rank.max() + 1):
+    token = jnp.arange(law.shape[-1])
+    left: dict[tuple, Array] = {}
+    for row, r in zip(at, rank, strict=True):  # siblings stand in the order of their ranks
+        own = law[:, row : row + 1]
         if r:
-            kept = np.searchsorted(rows, at[rank == r])
-            rows, left = rows[kept], left[:, kept]
-            place = jnp.arange(len(left))[:, None], jnp.arange(len(rows))
-            left = left.at[*place, found[:, rows, r - 1]].set(-jnp.inf)
-            left = left - jax.nn.logsumexp(left, axis=-1, keepdims=True)
-        order.append(nodes[rank == r])
-        laws.append(jnp.where(warm, left, -jnp.inf))
-    return logq.at[:, np.concatenate(order)].set(jnp.concatenate(laws, axis=1))
+            own = jnp.where(token == found[:, row, r - 1][:, None, None], -jnp.inf, left[row, r - 1])
+            own = own - jax.nn.logsumexp(own, axis=-1, keepdims=True)
+        left[row, r] = own
+    return [jnp.where(warm, own, -jnp.inf) for own in left.values()]
+
+
+def _top(
+    values: Float[Array, "*rows W"], count: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """The greatest values and their places, as one operation.
+
+    Without the barrier a slice of the result may be merged into it, and XLA on CPU then
+    sorts all W values instead.
+    """
+    return jax.lax.optimization_barrier(tuple(jax.lax.top_k(values, count)))
 
 
 class _Pool(NamedTuple):
@@ -165,7 +169,7 @@ def best_first(
     are of the draft alone, at temperature 1. N = size + 1.
     """
     batch = root.shape[0]
-    score, tokens = jax.lax.top_k(jax.nn.log_softmax(start.logits), topk)
+    score, tokens = _top(jax.nn.log_softmax(start.logits), topk)
     pool = _Pool(tokens, score, jnp.full((batch, topk), -1))
     frontier = jnp.broadcast_to(jnp.arange(topk), (batch, topk))  # candidates
     above, sees = jnp.full((batch, topk), -1), jnp.zeros((batch, topk, 0), bool)
@@ -176,7 +180,7 @@ def best_first(
         layout = Tree(above, jnp.full((batch, topk), level), mask)
         picked = _Pool(*(jnp.take_along_axis(part, frontier, axis=1) for part in pool))
         logits, carry = writer.run(carry, writer.name(picked.tokens), above, layout)
-        more, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), topk)
+        more, tokens = _top(jax.nn.log_softmax(logits), topk)
         score = (picked.score[:, :, None] + more).reshape(batch, -1)
         slot = jnp.broadcast_to(jnp.arange(topk).repeat(topk), (batch, topk * topk))
         first = pool.tokens.shape[1]
@@ -204,7 +208,7 @@ def _rank(size: int, pool: _Pool, writer: Writer, root: Int[Array, "B"]) -> Prop
 def marginals(shape: Shape, logits: Float[Array, "B M W"], writer: Writer, root: Int[Array, "B"]) -> Proposal:
     """Fill a shape from guesses for each depth: a node of rank r is the r-th best of its depth."""
     batch, width = root.shape[0], max(map(shape.widest, range(1, shape.depth + 1)))
-    best = writer.name(jax.lax.top_k(logits, width)[1])
+    best = writer.name(_top(logits, width)[1])
     drafts = best[:, shape.levels[1:] - 1, shape.ranks[1:]].astype(root.dtype)
     tokens = jnp.concatenate([root[:, None], drafts], axis=1)
     return Proposal(tokens, shape.tree(batch), jnp.full((batch,), len(shape.parent)))
