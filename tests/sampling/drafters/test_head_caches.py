@@ -43,6 +43,12 @@ def helped(drafter, right):
     return dataclasses.replace(drafter, propose=propose)
 
 
+def assert_close(got, wanted) -> None:
+    """Up to rounding, which grows with the largest number summed over: random heads' logits reach 40."""
+    atol = 1e-4 * max(1.0, float(jnp.abs(wanted).max(initial=0.0)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=atol)
+
+
 def assert_head_is_fresh(head, dparams, features, state) -> None:
     """Its rows are those of the target's own features with the tokens one place on."""
     batch, slots = state.tokens.shape
@@ -59,11 +65,10 @@ def assert_head_is_fresh(head, dparams, features, state) -> None:
         jax.tree.leaves(state.draft.cache.layers), jax.tree.leaves(fresh.layers), strict=True
     ):
         for row, n in enumerate(length):
-            np.testing.assert_allclose(got[row, :, :n], wanted[row, :, :n], rtol=1e-4, atol=1e-4)
+            assert_close(got[row, :, :n], wanted[row, :, :n])
     rows = jnp.arange(batch)
-    np.testing.assert_allclose(state.draft.stream, out[rows, length - 1], rtol=1e-4, atol=1e-4)
-    logits = head.unembed(dparams, hidden)[rows, length - 1]
-    np.testing.assert_allclose(state.draft.logits, logits, rtol=1e-4, atol=1e-4)
+    assert_close(state.draft.stream, out[rows, length - 1])
+    assert_close(state.draft.logits, head.unembed(dparams, hidden)[rows, length - 1])
 
 
 @pytest.mark.parametrize(
