@@ -32,6 +32,8 @@ LAYERS = (
     ("jspec.sampling.siblings", "jspec.models", "jspec.models.*"),
     ("jspec.sampling.verify", "jspec.sampling.grow"),
     ("jspec.sampling.walk", "jspec.sampling.lossy"),
+    ("jspec.pallas.compat",),
+    ("jspec.pallas", "jspec.pallas.*"),
     ("jspec.sampling.drafters", "jspec.sampling.drafters.*"),
     ("jspec.decode",),
     ("jspec.stream",),
