@@ -288,8 +288,12 @@ def make(
         return hidden, jnp.concatenate(tapped, axis=-1), cache
 
     def unembed(params: Params, hidden: Array) -> Array:
-        head, formula = (params["embed"], "btd,vd->btv") if config.tied else (params["head"], "btd,dv->btv")
-        logits = jnp.einsum(formula, hidden, head, preferred_element_type=jnp.float32)
+        batch, rows, width = hidden.shape
+        head, formula = (params["embed"], "rd,vd->rv") if config.tied else (params["head"], "rd,dv->rv")
+        # One matrix of rows, for TPUs pad the last but one axis of an array to 8.
+        flat = hidden.reshape(batch * rows, width)
+        logits = jnp.einsum(formula, flat, head, preferred_element_type=jnp.float32)
+        logits = logits.reshape(batch, rows, config.vocab_size)
         return logits if config.final_softcap is None else soft_cap(logits, config.final_softcap)
 
     return Model(

@@ -8,7 +8,7 @@ and of p itself; which of the two counts is known at its end.
 
 HBM: B · V logits, and as much of the draft's law where a draft with a law was refused.
 A row that cannot be copied alone (bfloat16, which packs two rows in a tile; V no multiple of
-128) comes with the others of its tile, all N or 8 or 16. VMEM: two rows of float32, and such
+128) comes with the others of its tile, 8 in float32, 16 in bfloat16. VMEM: two rows of float32, and such
 tiles. Limit: about 270 integer and float operations an id, 35 µs for 128 k ids at 1 GHz.
 
 Static: all shapes, whether there is a draft law. Traced: everything else.
@@ -48,8 +48,8 @@ def race(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """`race_ref`. Raises `JspecError` for logits, or a draft's law, of another type than float32
     and bfloat16."""
-    batch, _, vocab = x.shape
-    given = [x] if logq is None else [x, logq]
+    batch, nodes, vocab = x.shape
+    given = [rows.reshape(batch * nodes, vocab) for rows in (x, logq) if rows is not None]
     for rows in given:
         if rows.dtype not in (jnp.float32, jnp.bfloat16):
             raise JspecError(f"rows are {rows.dtype}; the kernel takes float32 and bfloat16")
@@ -58,7 +58,8 @@ def race(
     warm = policy.temperature > 0
     temperature = jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 0.0)
     numbers = jnp.stack([temperature, jnp.log(policy.min_p), top, cut, log_total, end.log_reach])
-    places = jnp.stack([end.node, jnp.clip(end.child, -1), best])
+    child = jnp.where(end.child < 0, -1, row * nodes + end.child)
+    places = jnp.stack([row * nodes + end.node, child, best])
     width = pl.cdiv(pl.cdiv(vocab, 8), 128) * 128
     blocks = [_block(rows, place) for place, rows in enumerate(given)]
     token, logp = pl.pallas_call(
@@ -80,15 +81,15 @@ def race(
 
 def _block(rows: Array, place: int) -> pl.BlockSpec:
     """Where the kernel gets one row: copied by hand if it can be, else out of a block of whole tiles."""
-    _, nodes, vocab = rows.shape
+    count, vocab = rows.shape
     if _alone(rows.dtype, vocab):
         return pl.BlockSpec(memory_space=pl.ANY)
-    tile = min(nodes, 8 if rows.dtype == jnp.float32 else 16)
+    tile = min(count, 8 if rows.dtype == jnp.float32 else 16)
 
     def index(b, places, *_):
-        return b, jnp.maximum(places[place, b], 0) // tile, 0
+        return jnp.maximum(places[place, b], 0) // tile, 0
 
-    return pl.BlockSpec((1, tile, vocab), index)
+    return pl.BlockSpec((tile, vocab), index)
 
 
 def _alone(dtype: Any, vocab: int) -> bool:
@@ -96,14 +97,13 @@ def _alone(dtype: Any, vocab: int) -> bool:
 
 
 def _load(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
-    """Put one row of its sequence into VMEM, one eighth of it on each sublane."""
+    """Put one row into VMEM, one eighth of it on each sublane."""
     width = row_ref.shape[1]
-    sequence = pl.program_id(0)
     pieces = [(s, s * width, min(width, vocab - s * width)) for s in range(8) if s * width < vocab]
     if _alone(rows_ref.dtype, vocab):
         copies = [
             pltpu.make_async_copy(
-                rows_ref.at[sequence, pl.ds(node, 1), pl.ds(first, ids)],
+                rows_ref.at[pl.ds(node, 1), pl.ds(first, ids)],
                 row_ref.at[pl.ds(s, 1), pl.ds(0, ids)],
                 semaphore,
             )
@@ -114,11 +114,11 @@ def _load(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
         for copy in copies:
             copy.wait()
         return
-    tile = rows_ref.shape[1]
+    tile = rows_ref.shape[0]
     for s, first, ids in pieces:
         for start in range(0, ids, 8 * LANES):
             size = min(8 * LANES, ids - start)
-            block = rows_ref[0, :, pl.ds(first + start, size)].astype(jnp.float32)
+            block = rows_ref[:, pl.ds(first + start, size)].astype(jnp.float32)
             mine = jax.lax.broadcasted_iota(jnp.int32, block.shape, 0) == node % tile
             # A maximum takes the row as it is; a sum would make NaN of -inf * 0.
             own = jnp.max(jnp.where(mine, block, -jnp.inf), axis=0, keepdims=True)

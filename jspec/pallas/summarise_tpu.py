@@ -1,17 +1,18 @@
 """`jspec.pallas.law.summarise_ref` on TPU: every logit once from HBM, the thresholds in VMEM.
 
-Grid (B, ⌈N/R⌉), both parallel; a block is R rows of one sequence, [R, V], R = 8 in
-float32 and 16 in bfloat16 (or N, if that is less), which are whole tiles. While the next
-block comes in, this one is swept in pieces of [R, `LANES`]: once for top and best; 32 times
-for the k-th greatest, if the sequence uses top-k; once to keep the weights in VMEM
-and 32 times over them, if it uses top-p; once for the total. A search sets one bit of the
-threshold a sweep, from the highest (`jspec.sampling.truncate`), so no row is sorted.
+The rows of all sequences are one array [B·N, V], whose tiles are full whatever N is. Grid
+(⌈B·N/R⌉,), parallel; a block is R rows, [R, V], R = 8 in float32 and 16 in bfloat16, which are
+whole tiles (or B·N, if that is less). While the next block comes in, this one is swept in pieces
+of [R, `LANES`]: once for top and best; 32 times for the k-th greatest, if any of its rows uses
+top-k; once to keep the weights in VMEM and 32 times over them, if any uses top-p; once for the
+total. A search sets one bit of the threshold a sweep, from the highest
+(`jspec.sampling.truncate`), so no row is sorted.
 
 HBM: B · N · V logits, and 16 bytes a row out. VMEM: two blocks and one of weights. Without
 top-k and top-p reading is the limit, with them the sweeps are (about 0.1 ms a block of
-8 x 128 k; a sequence that does not ask for them takes none).
+8 x 128 k; a block whose rows do not ask for them takes none).
 
-Static: all shapes. Traced: the logits and the settings. Settings are prefetched scalars.
+Static: all shapes. Traced: the logits and the settings.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def summarise(policy: Policy, x: Float[Array, "B N V"], *, interpret: Any = Fals
     batch, nodes, vocab = x.shape
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise JspecError(f"logits are {x.dtype}; the kernel takes float32 and bfloat16")
-    rows = min(nodes, 8 if x.dtype == jnp.float32 else 16)
+    rows = min(batch * nodes, 8 if x.dtype == jnp.float32 else 16)
     needed = rows * vocab * (2 * x.dtype.itemsize + 4)
     if needed > VMEM:
         raise JspecError(
@@ -60,31 +61,27 @@ def summarise(policy: Policy, x: Float[Array, "B N V"], *, interpret: Any = Fals
         )
     warm = policy.temperature > 0
     temperature = jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 1.0)
-    numbers = jnp.stack([temperature, policy.top_p, jnp.log(policy.min_p)]).astype(jnp.float32)
-    top_k = jnp.where(warm, policy.top_k, 0).astype(jnp.int32)
-    numbers = numbers.at[1].set(jnp.where(warm, numbers[1], 1.0))
-
-    def place(b, j, *_):
-        return b, j, 0
-
-    def out(dtype):
-        return jax.ShapeDtypeStruct((batch, nodes, 1), dtype)
-
+    top_k, top_p = jnp.where(warm, policy.top_k, 0), jnp.where(warm, policy.top_p, 1.0)
+    each = jnp.stack([temperature, jnp.minimum(top_k, vocab), top_p, jnp.log(policy.min_p)], axis=1)
+    settings = jnp.repeat(each.astype(jnp.float32), nodes, axis=0)
+    place = pl.BlockSpec((rows, 1), lambda i: (i, 0))
     result = pl.pallas_call(
         functools.partial(_body, vocab=vocab),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, pl.cdiv(nodes, rows)),
-            in_specs=[pl.BlockSpec((1, rows, vocab), place)],
-            out_specs=[pl.BlockSpec((1, rows, 1), place)] * 4,
-            scratch_shapes=[pltpu.VMEM((rows, vocab), jnp.float32)],
-        ),
-        out_shape=[out(jnp.float32)] * 3 + [out(jnp.int32)],
-        compiler_params=compat.tpu_params("parallel", "parallel", vmem_limit_bytes=VMEM + 2**24),
+        grid=(pl.cdiv(batch * nodes, rows),),
+        in_specs=[
+            pl.BlockSpec((rows, 4), lambda i: (i, 0)),
+            pl.BlockSpec((rows, vocab), lambda i: (i, 0)),
+        ],
+        out_specs=[place] * 4,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch * nodes, 1), dtype) for dtype in [jnp.float32] * 3 + [jnp.int32]
+        ],
+        scratch_shapes=[pltpu.VMEM((rows, vocab), jnp.float32)],
+        compiler_params=compat.tpu_params("parallel", vmem_limit_bytes=VMEM + 2**24),
         interpret=interpret,
         name="summarise",
-    )(top_k, numbers, x)
-    return Summary(*(part[..., 0] for part in result))
+    )(settings, x.reshape(batch * nodes, vocab))
+    return Summary(*(part.reshape(batch, nodes) for part in result))
 
 
 def sweep(vocab: int, visit: Callable[[Any, int, Any], Any], start: Any, trips: Any = None) -> Any:
@@ -110,15 +107,13 @@ def as_float(place: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _body(k_ref, numbers_ref, x_ref, top_ref, cut_ref, total_ref, best_ref, weight_ref, *, vocab):
-    sequence = pl.program_id(0)
-    k = k_ref[sequence]
-    temperature, top_p, log_min_p = (numbers_ref[i, sequence] for i in range(3))
-    rows = x_ref.shape[1]
+def _body(settings_ref, x_ref, top_ref, cut_ref, total_ref, best_ref, weight_ref, *, vocab):
+    rows = x_ref.shape[0]
+    temperature, k, top_p, log_min_p = (settings_ref[:, pl.ds(i, 1)] for i in range(4))
     column = jnp.zeros((rows, 1), jnp.float32)
 
     def logits(first, ids):
-        return x_ref[0, :, pl.ds(first, ids)].astype(jnp.float32)
+        return x_ref[:, pl.ds(first, ids)].astype(jnp.float32)
 
     def greatest(first, ids, carry):
         top, best = carry
@@ -149,7 +144,11 @@ def _body(k_ref, numbers_ref, x_ref, top_ref, cut_ref, total_ref, best_ref, weig
     def count(first, ids, limit):
         return jnp.sum(jnp.where(logits(first, ids) >= limit, 1.0, 0.0), axis=1, keepdims=True)
 
-    cut = search(count, jnp.minimum(k, vocab).astype(jnp.float32), (k > 0).astype(jnp.int32))
+    def used(rows):
+        return (jnp.max(jnp.where(rows, 1.0, 0.0)) > 0).astype(jnp.int32)
+
+    kth = search(count, jnp.where(k > 0, k, vocab), used(k > 0))
+    cut = jnp.where(k > 0, kth, -jnp.inf)
 
     def scaled(first, ids):
         return (logits(first, ids) - top) / temperature
@@ -163,16 +162,16 @@ def _body(k_ref, numbers_ref, x_ref, top_ref, cut_ref, total_ref, best_ref, weig
         weight = weight_ref[:, pl.ds(first, ids)]
         return jnp.sum(jnp.where(logits(first, ids) >= limit, weight, 0.0), axis=1, keepdims=True)
 
-    nucleus = (top_p < 1).astype(jnp.int32)
+    nucleus = used(top_p < 1)
     whole = sweep(vocab, weigh, column, nucleus)
     need = jnp.maximum(top_p * whole, jnp.finfo(jnp.float32).tiny)
     new = search(mass, need, nucleus)
-    cut = jnp.where(new > cut, new, cut)
+    cut = jnp.where((top_p < 1) & (new > cut), new, cut)
 
     def add(first, ids, sum):
         out = (logits(first, ids) < cut) | (scaled(first, ids) < log_min_p)
         return sum + jnp.sum(jnp.where(out, 0.0, jnp.exp(scaled(first, ids))), axis=1, keepdims=True)
 
-    top_ref[0], cut_ref[0] = top, cut
-    total_ref[0] = jnp.log(sweep(vocab, add, column))
-    best_ref[0] = jnp.where(good, best, 0)
+    top_ref[...], cut_ref[...] = top, cut
+    total_ref[...] = jnp.log(sweep(vocab, add, column))
+    best_ref[...] = jnp.where(good, best, 0)

@@ -68,22 +68,22 @@ def make(summarise: Summarise = laws.summarise_ref, race: Race = laws.race_ref) 
     ) -> Verdict:
         verify.check_legal(verifier, "chain" if proposal.tree.mask is None else "tree")
 
-        def judge(x: Array) -> Verdict:
-            return _judge(summarise, race, verifier, policy, key, position, proposal, x, depth)
+        def judged(x: Array) -> Verdict:
+            return judge(summarise, race, verifier, policy, key, position, proposal, x, depth)
 
         def adjusted() -> Verdict:
-            return judge(
+            return judged(
                 target_law.adjust(policy, history, proposal.tokens, proposal.tree, logits.astype(jnp.float32))
             )
 
         # The whole judgement in both branches: a conditional that gives logits would copy them.
         changed = target_law.is_adjusted(policy, history, proposal.tree)
-        return jax.lax.cond(changed, adjusted, lambda: judge(logits))
+        return jax.lax.cond(changed, adjusted, lambda: judged(logits))
 
     return decide
 
 
-def _judge(summarise, race, verifier, policy, key, position, proposal, x, depth) -> Verdict:
+def judge(summarise, race, verifier, policy, key, position, proposal, x, depth) -> Verdict:
     summary = summarise(policy, x)
     rule = _rule(verifier, proposal)
     if rule is None:
@@ -121,9 +121,11 @@ def _rule(verifier: Verifier, proposal: Proposal) -> Callable[..., Verdict] | No
 
 def _at(policy: Policy, summary: Summary, x: Array, node: Array, token: Array) -> Float[Array, "B M"]:
     """log p of single tokens, each at a node of its row."""
-    row = jnp.arange(x.shape[0])[:, None]
+    batch, nodes, vocab = x.shape
+    row = jnp.arange(batch)[:, None]
     top, cut, log_total, best = (part[row, node] for part in summary)
-    own = x[row, node, token].astype(jnp.float32)
+    # As rows of one matrix, which is what the kernels see: else TPUs would lay the logits out anew.
+    own = x.reshape(batch * nodes, vocab)[row * nodes + node, token].astype(jnp.float32)
     scaled = (own - top) / jnp.where(policy.temperature > 0, jnp.minimum(policy.temperature, 1e30), 1)[
         :, None
     ]
