@@ -83,6 +83,20 @@ def race_ref(
     >>> race_ref(rows, x, summarise_ref(rows, x), end)[0].tolist()
     [1]
     """
+    weights, logp = remaining(policy, x, summary, end, logq)
+    noise = jax.vmap(lambda key: keys.gumbel(key, x.shape[2]))(keys.wrap(end.key))
+    token = keys.best(weights + noise)
+    return token, logp[jnp.arange(x.shape[0]), token]
+
+
+def remaining(
+    policy: Policy,
+    x: Float[Array, "B N V"],
+    summary: Summary,
+    end: End,
+    logq: Float[Array, "B N V"] | None = None,
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+    """The log-weights that a race is about, and the log p that they are left of."""
     row = jnp.arange(x.shape[0])
     own = jax.tree.map(lambda part: part[row, end.node][:, None], (summary, x))
     logp = law(policy, *own)[:, 0]
@@ -94,6 +108,4 @@ def race_ref(
         excess = jnp.maximum(jnp.exp(logp + end.log_reach[:, None]) - q, 0.0)
         weights = jnp.where((end.child < 0)[:, None], weights, jnp.log(excess))
     left = jnp.max(weights, axis=1, keepdims=True) > -jnp.inf
-    noise = jax.vmap(lambda key: keys.gumbel(key, vocab))(keys.wrap(end.key))
-    token = keys.best(jnp.where(left, weights, logp) + noise)
-    return token, logp[row, token]
+    return jnp.where(left, weights, logp), logp

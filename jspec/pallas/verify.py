@@ -18,6 +18,7 @@ round that uses none of them no copy of the logits is made.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -113,9 +114,9 @@ def _rule(verifier: Verifier, proposal: Proposal) -> Callable[..., Verdict] | No
     if verifier is verify.coupled:
         return _coupled
     if verifier is verify.token and (points or chain):
-        return _token
+        return functools.partial(_random, token_chances)
     if verifier is verify.block and chain:
-        return _token if points else _block
+        return functools.partial(_random, token_chances if points else block_chances)
     return None
 
 
@@ -171,20 +172,22 @@ def _following(round: Round, following: Int[Array, "B N"], depth: int) -> Verdic
     return _verdict(round, path, accepted, end, token[:, 0], logp[:, 0])
 
 
-def _token(round: Round, race: Race, depth: int) -> Verdict:
+def token_chances(round: Round) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
+    """Each node's chance when the walk stands at its parent, and the logarithm of its reach."""
     proposal = round.proposal
     if proposal.tree.mask is None:
         chance = jnp.exp(jnp.minimum(round.logp - _log_q(proposal), 0.0))
     else:
         parent = jnp.where(_real(proposal), proposal.tree.parent, -1)
         chance = jax.vmap(siblings.point_chances)(proposal.tokens, parent, jnp.exp(round.logp))
-    return _random(round, race, chance, jnp.zeros_like(round.logp), depth)
+    return chance, jnp.zeros_like(round.logp)
 
 
-def _block(round: Round, race: Race, depth: int) -> Verdict:
+def block_chances(round: Round) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
+    """The same of the block rule, from whole rows."""
     rows = laws.law(round.policy, round.summary, round.x)
     chance = jax.vmap(verify.block.accept)(round.proposal, rows)
-    return _random(round, race, chance, jax.vmap(verify.log_reach)(round.proposal, rows), depth)
+    return chance, jax.vmap(verify.log_reach)(round.proposal, rows)
 
 
 def _log_q(proposal: Proposal) -> Float[Array, "B N"]:
@@ -199,11 +202,19 @@ def _real(proposal: Proposal) -> Bool[Array, "B N"]:
     return jnp.arange(proposal.tokens.shape[1]) < proposal.count[:, None]
 
 
-def _random(round: Round, race: Race, chance: Array, log_reach: Array, depth: int) -> Verdict:
+def _random(chances: Callable[[Round], tuple[Array, Array]], round: Round, race: Race, depth: int) -> Verdict:
     """Throw the coins, walk, and draw what ends the round."""
     proposal = round.proposal
+    chance, log_reach = chances(round)
     coins = walk.coins_of(round.key, round.position, proposal.tokens.shape[1])
     path, accepted, end = _walk(round, coins < chance, depth)
+    final = race(round.policy, round.x, round.summary, end_of(round, end, log_reach), proposal.logq)
+    return _verdict(round, path, accepted, end, *final)
+
+
+def end_of(round: Round, end: Int[Array, "B"], log_reach: Float[Array, "B N"]) -> End:
+    """What is drawn where the walk ends: of p, without the children that were refused there."""
+    proposal = round.proposal
     words = jax.random.key_data(
         jax.vmap(keys.fold, (0, 0, None, 0))(round.key, round.position, keys.NEXT, end)
     )
@@ -214,8 +225,7 @@ def _random(round: Round, race: Race, chance: Array, log_reach: Array, depth: in
     if proposal.tree.mask is None:
         refused = jnp.max(refused, axis=1, keepdims=True)
     reach = jnp.take_along_axis(log_reach, end[:, None], axis=1)[:, 0]
-    final = race(round.policy, round.x, round.summary, End(end, words, refused, child, reach), proposal.logq)
-    return _verdict(round, path, accepted, end, *final)
+    return End(end, words, refused, child, reach)
 
 
 def _walk(
