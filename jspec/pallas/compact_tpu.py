@@ -47,16 +47,23 @@ class Kind(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What a row needs: its plan for each kind of buffer, in SMEM, and two chunks of tiles, in VMEM."""
+    """What two chunks of buffers take on the chip."""
 
-    counts: Any  # [kinds, 3]: source tiles, target tiles, moves
-    sources: Any  # [kinds, P - 1]: numbers of tiles in a buffer
-    targets: Any  # [kinds, tiles]
-    moves: Any  # [kinds, 4 (P - 1)]: of each: its places in these two lists, shift, new slot in the tile
-    source_tiles: Any  # [2, buffers, P - 1, K, tile, C]
-    target_tiles: Any  # [2, buffers, tiles, K, tile, C]
+    sources: Any  # VMEM [2, buffers, P - 1, K, tile, C]
+    targets: Any  # VMEM [2, buffers, tiles, K, tile, C]
     read: Any  # [2] semaphores
     written: Any
+
+
+class Step(NamedTuple):
+    """An entry that moves, and where its old and its new tile lie in VMEM."""
+
+    source: Array  # slots of the buffer
+    target: Array
+    source_place: Array
+    target_place: Array
+    new_source: Array  # whether it is the first of its tile
+    new_target: Array
 
 
 def compact(
@@ -80,7 +87,9 @@ def compact(
     if paths == 1:  # the root alone, which stays
         return layers
     rings = tuple(wraps) or (False,) * len(layers)
-    plain = [ring and e.keys.shape[2] < paths + tile for e, ring in zip(layers, rings, strict=True)]
+    plain = [
+        _is_plain(entry.keys.shape[2], ring, paths, tile) for entry, ring in zip(layers, rings, strict=True)
+    ]
     kinds: dict[tuple[int, bool], tuple[int, ...]] = {}
     buffers: list[Array] = []
     for entry, ring, left in zip(layers, rings, plain, strict=True):
@@ -94,6 +103,11 @@ def compact(
         compact_ref((entry,), path, length, (ring,))[0] if left else Entry(next(moved), next(moved))
         for entry, ring, left in zip(layers, rings, plain, strict=True)
     )
+
+
+def _is_plain(slots: int, ring: bool, paths: int, tile: int) -> bool:
+    """Whether a layer is left to the plain code: tiles do not fill it, or a path meets its own tile again."""
+    return slots % tile != 0 or (ring and slots < paths + tile)
 
 
 def _move(
@@ -110,9 +124,8 @@ def _move(
             f"a path of {most + 1} nodes, {heads} heads and {channels} channels take {size}"
         )
     group = min(VMEM // size, max(len(kind.buffers) for kind in kinds))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    whole = pl.BlockSpec(memory_space=pltpu.HBM)
     scratch = Scratch(
-        *(pltpu.SMEM((len(kinds), n), jnp.int32) for n in (3, most, targets, 4 * most)),
         *(pltpu.VMEM((2, group, n, heads, tile, channels), dtype) for n in (most, targets)),
         *(pltpu.SemaphoreType.DMA((2,)) for _ in range(2)),
     )
@@ -124,7 +137,7 @@ def _move(
         scratch_shapes=list(scratch),
     )
     return pl.pallas_call(
-        functools.partial(_kernel, kinds=kinds, group=group),
+        functools.partial(_kernel, kinds=kinds, paths=most + 1, group=group),
         out_shape=[jax.ShapeDtypeStruct(b.shape, b.dtype) for b in buffers],
         grid_spec=spec,
         input_output_aliases={2 + index: index for index in range(len(buffers))},
@@ -134,44 +147,59 @@ def _move(
     )(path.astype(jnp.int32).reshape(-1), length.astype(jnp.int32), *buffers)
 
 
-def _kernel(path, length, *refs, kinds: list[Kind], group: int) -> None:
-    """One row: its plan, then chunk by chunk read, move and write."""
+def _kernel(path, length, *refs, kinds: list[Kind], paths: int, group: int) -> None:
+    """One row: chunk by chunk read, move and write."""
     row = pl.program_id(0)
-    total = sum(len(kind.buffers) for kind in kinds)
+    start, total = length[row], sum(len(kind.buffers) for kind in kinds)
     buffers, scratch = refs[total : 2 * total], Scratch(*refs[2 * total :])
-    for number, kind in enumerate(kinds):
-        _plan(path, length, row, scratch, number, kind)
+    tile = scratch.sources.shape[4]
     chunks = [
-        (number, kind.buffers[at : at + group])
-        for number, kind in enumerate(kinds)
+        (kind, [buffers[index].at[row] for index in kind.buffers[at : at + group]])
+        for kind in kinds
         for at in range(0, len(kind.buffers), group)
     ]
 
-    def reads(index: int, act: Callable) -> None:
-        number, members = chunks[index]
-        turn = index % 2
-        for place, member in enumerate(members):
-            buffer, read = buffers[member].at[row], scratch.read.at[turn]
-            sources, targets = scratch.source_tiles.at[turn, place], scratch.target_tiles.at[turn, place]
-            _copies(act, buffer, sources, scratch.sources, number, scratch.counts[number, 0], read)
-            _copies(act, buffer, targets, scratch.targets, number, scratch.counts[number, 1], read)
+    def each(index: int, act: Callable[[Step], None]) -> None:
+        _each(lambda i: path[row * paths + i], start, paths, tile, chunks[index][0], act)
 
-    def writes(index: int, act: Callable) -> None:
-        number, members = chunks[index]
-        turn = index % 2
-        for place, member in enumerate(members):
-            buffer, targets = buffers[member].at[row], scratch.target_tiles.at[turn, place]
-            count, written = scratch.counts[number, 1], scratch.written.at[turn]
-            _copies(act, buffer, targets, scratch.targets, number, count, written, out=True)
+    def copies(
+        index: int, act: Callable[[Any], None], stage: Any, place: Array, slot: Array, *out: Any
+    ) -> None:
+        """Start or await the copies of one tile of all buffers, into VMEM or out of it."""
+        semaphore = (scratch.written if out else scratch.read).at[index % 2]
+        memory = pl.ds(pl.multiple_of(_floor(slot, tile), tile), tile)
+        for member, buffer in enumerate(chunks[index][1]):
+            ends = buffer.at[:, memory], stage.at[index % 2, member, place]
+            act(pltpu.make_async_copy(*(reversed(ends) if out else ends), semaphore))
+
+    def reads(index: int, act: Callable[[Any], None]) -> None:
+        def one(step: Step) -> None:
+            pl.when(step.new_source)(
+                lambda: copies(index, act, scratch.sources, step.source_place, step.source)
+            )
+            pl.when(step.new_target)(
+                lambda: copies(index, act, scratch.targets, step.target_place, step.target)
+            )
+
+        each(index, one)
+
+    def writes(index: int, act: Callable[[Any], None]) -> None:
+        def one(step: Step) -> None:
+            pl.when(step.new_target)(
+                lambda: copies(index, act, scratch.targets, step.target_place, step.target, "out")
+            )
+
+        each(index, one)
 
     reads(0, _start)
-    for index, (number, members) in enumerate(chunks):
+    for index in range(len(chunks)):
         if index + 1 < len(chunks):
             if index:
                 writes(index - 1, _wait)  # its place is the next chunk's
             reads(index + 1, _start)
         reads(index, _wait)
-        _permute(scratch, number, index % 2, len(members))
+        turn, members = index % 2, len(chunks[index][1])
+        each(index, functools.partial(_permute, scratch.sources.at[turn], scratch.targets.at[turn], members))
         writes(index, _start)
     for index in range(max(len(chunks) - 2, 0), len(chunks)):
         writes(index, _wait)
@@ -185,95 +213,53 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _plan(path: Any, length: Any, row: Array, scratch: Scratch, number: int, kind: Kind) -> None:
-    """List the tiles to read and what moves between them, for the buffers of one kind."""
-    tile, most = scratch.source_tiles.shape[4], scratch.sources.shape[1]
-    div, rem = jax.lax.div, jax.lax.rem  # `//` and `%` ask for the sign, and all here is positive
+def _floor(slot: Array, tile: int) -> Array:
+    return slot - jax.lax.rem(slot, tile)  # `//` and `%` ask for the sign, and a slot has none
 
-    def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        sources, targets, moves, last_source, last_target = carry
-        node = path[row * (most + 1) + i]
-        source, target = length[row] + node, length[row] + i
-        moving = node > i
+
+def _each(
+    node_at: Callable[[Array], Array],
+    start: Array,
+    paths: int,
+    tile: int,
+    kind: Kind,
+    act: Callable[[Step], None],
+) -> None:
+    """Act on every entry that moves, in the order of the path."""
+
+    def one(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        sources, targets, last_source, last_target = carry
+        node = node_at(i)
+        source, target, moves = start + node, start + i, node > i
         if kind.ring:
-            source, target = rem(source, kind.slots), rem(target, kind.slots)
+            source, target = jax.lax.rem(source, kind.slots), jax.lax.rem(target, kind.slots)
         else:
-            moving &= source < kind.slots
-        source_tile, target_tile = div(source, tile), div(target, tile)
-        new_source = moving & (source_tile != last_source)
-        new_target = moving & (target_tile != last_target)
+            moves &= source < kind.slots
+        source_tile, target_tile = _floor(source, tile), _floor(target, tile)
+        new_source, new_target = moves & (source_tile != last_source), moves & (target_tile != last_target)
         sources += new_source.astype(jnp.int32)
         targets += new_target.astype(jnp.int32)
+        step = Step(source, target, sources - 1, targets - 1, new_source, new_target)
+        pl.when(moves)(lambda: act(step))
+        last_source = jnp.where(moves, source_tile, last_source)
+        return sources, targets, last_source, jnp.where(moves, target_tile, last_target)
 
-        @pl.when(moving)
-        def _():
-            scratch.sources[number, sources - 1] = source_tile
-            scratch.targets[number, targets - 1] = target_tile
-            new = rem(target, tile)
-            shift = rem(new - rem(source, tile) + tile, tile)
-            for at, value in enumerate((sources - 1, targets - 1, shift, new)):
-                scratch.moves[number, 4 * moves + at] = value
-
-        return (
-            sources,
-            targets,
-            moves + moving.astype(jnp.int32),
-            jnp.where(moving, source_tile, last_source),
-            jnp.where(moving, target_tile, last_target),
-        )
-
-    none = jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(-1), jnp.int32(-1)
-    counts = jax.lax.fori_loop(1, most + 1, step, none)[:3]
-    for at, value in enumerate(counts):
-        scratch.counts[number, at] = value
+    none, nowhere = jnp.int32(0), jnp.int32(-1)
+    jax.lax.fori_loop(1, paths, one, (none, none, nowhere, nowhere))
 
 
-def _copies(
-    act: Callable,
-    buffer: Any,
-    stage: Any,
-    tiles: Any,
-    number: int,
-    count: Array,
-    semaphore: Any,
-    out: bool = False,
-) -> None:
-    """Start, or await, the copies of the listed tiles between one row [K, S, C] and VMEM."""
-    tile = stage.shape[2]
-    whole, rest = divmod(buffer.shape[1], tile)
+def _permute(sources: Any, targets: Any, buffers: int, step: Step) -> None:
+    """Put one entry of each buffer of a chunk into its new slot."""
+    tile = sources.shape[3]
+    new = jax.lax.rem(step.target, tile)
+    shift = jax.lax.rem(new - jax.lax.rem(step.source, tile) + tile, tile)
+    here = jax.lax.broadcasted_iota(jnp.int32, sources.shape[2:], 1) == new
 
-    def copy(memory: Any, vmem: Any) -> None:
-        act(pltpu.make_async_copy(*((vmem, memory) if out else (memory, vmem)), semaphore))
-
-    def one(index: Array, _: None) -> None:
-        at = tiles[number, index]
-
-        @pl.when(at < whole)
-        def _():
-            copy(buffer.at[:, pl.ds(pl.multiple_of(at * tile, tile), tile)], stage.at[index])
-
-        if rest:
-
-            @pl.when(at == whole)
-            def _():
-                copy(buffer.at[:, pl.ds(whole * tile, rest)], stage.at[index, :, pl.ds(0, rest)])
-
-    jax.lax.fori_loop(0, count, one, None)
-
-
-def _permute(scratch: Scratch, number: int, turn: int, buffers: int) -> None:
-    """Put the entries of one chunk into their new slots."""
-    sources, targets = scratch.source_tiles.at[turn], scratch.target_tiles.at[turn]
-    slot = jax.lax.broadcasted_iota(jnp.int32, sources.shape[2:], 1)
-    moves = scratch.counts[number, 2]
-
-    def one(index: Array, _: None) -> None:
-        place, move = jax.lax.div(index, moves), jax.lax.rem(index, moves)
-        source, target, shift, new = (scratch.moves[number, 4 * move + at] for at in range(4))
+    def one(member: Array, _: None) -> None:
         # Slots of a tile can be told apart only in 32 bits; both ways are exact.
-        moved = pltpu.roll(sources[place, source].astype(jnp.float32), shift, 1)
-        kept = targets[place, target]
-        merged = jnp.where(slot == new, moved, kept.astype(jnp.float32))
-        targets[place, target] = merged.astype(kept.dtype)
+        moved = pltpu.roll(sources[member, step.source_place].astype(jnp.float32), shift, 1)
+        kept = targets[member, step.target_place]
+        merged = jnp.where(here, moved, kept.astype(jnp.float32))
+        targets[member, step.target_place] = merged.astype(kept.dtype)
 
-    jax.lax.fori_loop(0, buffers * moves, one, None)
+    jax.lax.fori_loop(0, buffers, one, None)
