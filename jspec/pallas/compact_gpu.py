@@ -52,10 +52,9 @@ def compact(
     buffers = jax.tree.leaves(tuple(layers))
     _, heads, _, channels = buffers[0].shape
     _check_copies(paths, heads, channels, buffers[0].dtype)
-    refs = [jax.new_ref(buffer) for buffer in buffers]
-    compat.gpu_kernel(
+    refs = [jax.new_ref(buffer, memory_space=plgpu.GMEM) for buffer in buffers]
+    compat.gpu_in_place(
         functools.partial(_kernel, rings=[ring for ring in rings for _ in range(2)]),
-        out_type=(),
         grid=(len(buffers), batch),
         grid_names=("buffer", "row"),
         scratch_types=(
@@ -120,5 +119,6 @@ def _move(buffer: Any, path: Any, length: Array, row: Array, staged: Any, barrie
 
     each(read)
     each(lambda i, _: plgpu.barrier_wait(barriers.at[i - 1]))
+    plgpu.commit_smem()  # what follows comes after what was waited for, for the copies too
     each(write)
     plgpu.wait_smem_to_gmem(0)
