@@ -136,7 +136,7 @@ def advice(metrics: Metrics) -> str:
     """What an acceptance rate under one half means and what to try."""
     return (
         f"Only {metrics.acceptance_rate:.0%} of the drafts were accepted: the text is the same, but each "
-        "refused draft made a pass dearer. N-gram drafts pay where the answer repeats the prompt or "
-        "itself (edits, summaries, code); try a smaller --num-speculative-tokens, or --draft none for "
-        "free prose."
+        "refused draft made a pass dearer. Try a smaller --num-speculative-tokens, another --draft, or "
+        "--draft none; n-gram drafts pay where the answer repeats the prompt or itself (edits, "
+        "summaries, code)."
     )

@@ -173,7 +173,7 @@ def test_what_is_no_law_ends_the_walk_and_changes_nothing_before(rule):
 
 
 def test_a_coin_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
-    monkeypatch.setattr(walk, "_coins", lambda key, position, nodes: jnp.zeros(nodes))
+    monkeypatch.setattr(walk, "coins_of", lambda key, position, nodes: jnp.zeros((len(key), nodes)))
     row, position, proposal, law = some_rows()
     law = law.at[jnp.arange(BATCH), 0, proposal.tokens[:, 1]].set(-jnp.inf)
     decide = jax.jit(functools.partial(judge, token, depth=DRAFTS))

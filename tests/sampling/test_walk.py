@@ -87,11 +87,12 @@ def test_the_walk_is_the_plan(kinds):
 
 def shared(key, position, nodes):
     """One coin for all nodes: in a star, for all siblings."""
-    return jnp.broadcast_to(jax.random.uniform(keys.fold(key, position, keys.ACCEPT, 0)), (nodes,))
+    fold = jax.vmap(keys.fold, (0, 0, None, None))(key, position, keys.ACCEPT, 0)
+    return jnp.broadcast_to(jax.vmap(jax.random.uniform)(fold)[:, None], (len(key), nodes))
 
 
 def test_siblings_that_share_a_coin_are_found(monkeypatch):
-    monkeypatch.setattr(walk, "_coins", shared)
+    monkeypatch.setattr(walk, "coins_of", shared)
     assert fits("mixed", jax.jit(functools.partial(judge, token, depth=DEPTH)))[0] < 1e-12
 
 
@@ -161,7 +162,7 @@ def test_a_chain_that_is_given_as_a_tree(rule, told):
 
 
 def test_a_coin_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
-    monkeypatch.setattr(walk, "_coins", lambda key, position, nodes: jnp.zeros(nodes))
+    monkeypatch.setattr(walk, "coins_of", lambda key, position, nodes: jnp.zeros((len(key), nodes)))
     key, position, proposal, law = some_rows()
     proposal = proposal._replace(tokens=jnp.zeros_like(proposal.tokens), logq=None)
     verdict = jax.jit(functools.partial(judge, token, depth=DEPTH))(
