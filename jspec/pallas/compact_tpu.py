@@ -107,7 +107,7 @@ def compact(
 
 def _is_plain(slots: int, ring: bool, paths: int, tile: int) -> bool:
     """Whether a layer is left to the plain code: tiles do not fill it, or a path meets its own tile again."""
-    return slots % tile != 0 or (ring and slots < paths + tile)
+    return slots % tile != 0 or (ring and paths - 1 > slots - tile + 1)
 
 
 def _move(
