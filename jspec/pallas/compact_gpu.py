@@ -42,7 +42,7 @@ def compact(
     Raises:
         JspecError: a cache that is neither float32 nor bfloat16, layers of different
             heads or dtypes, more than 256 heads or channels, channels that are no multiple
-            of 16 bytes, or a path that does not fit into shared memory.
+            of 16 bytes or entries of 128, or a path that does not fit into shared memory.
     """
     batch, paths = path.shape
     check(layers, ["float32", "bfloat16"])
@@ -69,12 +69,13 @@ def compact(
 
 def _check_copies(paths: int, heads: int, channels: int, dtype: Any) -> None:
     """Raise JspecError for entries that the copies cannot take."""
-    if max(heads, channels) > 256 or channels * dtype.itemsize % 16:
+    one = heads * channels * dtype.itemsize
+    if max(heads, channels) > 256 or channels * dtype.itemsize % 16 or one % 128:
         raise JspecError(
-            "the commit kernel takes up to 256 heads and channels, and channels of a multiple of 16 bytes, "
-            f"not {heads} heads of {channels} channels in {dtype}"
+            "the commit kernel takes up to 256 heads and channels, channels of a multiple of 16 bytes and "
+            f"entries of a multiple of 128, not {heads} heads of {channels} channels in {dtype}"
         )
-    size = (paths - 1) * (heads * channels * dtype.itemsize + 8)
+    size = (paths - 1) * (one + 8)  # and a barrier
     if size > SHARED:
         raise JspecError(
             f"the commit kernel has {SHARED} bytes of shared memory, but the entries of "
@@ -102,7 +103,7 @@ def _move(buffer: Any, path: Any, length: Array, row: Array, staged: Any, barrie
     def each(act: Callable[[Array, Array], None]) -> None:
         """Do something for every entry that moves, in the order of the path."""
 
-        def step(i: Array, _: None) -> None:
+        def step(i: Array, carry: None) -> None:
             node = path[row, i]
 
             @pl.when((node > i) & (ring | (length + node < slots)))

@@ -8,10 +8,13 @@ most (m + 6) // 8 + 1 target tiles ((m + 14) // 16 + 1), for each head of each b
 neighbours in a tile share it.
 
 Grid (B,): rows are independent. All 2 L buffers [B, K, S, C] stay in HBM, each aliased with
-its result; they pass through VMEM in chunks, two at a time, so that the copies of one
-overlap the moves of the other. path and length are prefetched to SMEM, where the list of a
-row's tiles and moves is made, once for all layers of one size. Static: L, B, K, S, C, P and
-which layers are rings; traced: path and length.
+its result; they pass through VMEM in chunks of one size, two at a time, so that the copies
+of one overlap the moves of the other. path and length are prefetched to SMEM. Static: L, B,
+K, S, C, P and which layers are rings; traced: path and length.
+
+Layers that tiles do not fill are left to the plain code, in the same function: XLA lays such
+a cache out with the slots further out, and a kernel's own order would cost two copies of it.
+(With channels that are no multiple of 128 the plain code pays such copies too.)
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ def compact(
 ) -> tuple[Entry, ...]:
     """Do what `jspec.cache.compact` does to the accepted nodes; every other slot keeps its bits.
 
-    Rings too small for a path and a tile are left to the plain code.
+    Layers whose slots are no multiple of a tile, and rings in which a path may come back to
+    the tile that it began in, are left to the plain code.
 
     Raises:
         JspecError: a cache that is neither float32 nor bfloat16, layers of different
@@ -107,7 +111,7 @@ def compact(
 
 def _is_plain(slots: int, ring: bool, paths: int, tile: int) -> bool:
     """Whether a layer is left to the plain code: tiles do not fill it, or a path meets its own tile again."""
-    return slots % tile != 0 or (ring and slots < paths + tile)
+    return slots % tile != 0 or (ring and paths - 1 > slots - tile + 1)
 
 
 def _move(
@@ -116,7 +120,7 @@ def _move(
     """Call the kernel: for buffers of several sizes, which have the other dimensions in common."""
     dtype, heads, channels = buffers[0].dtype, buffers[0].shape[1], buffers[0].shape[3]
     most = path.shape[1] - 1  # moves of a row
-    targets = (most + tile - 2) // tile + 2  # one more where a ring ends within a tile
+    targets = (most + tile - 2) // tile + 1  # tiles that so many slots may touch
     size = (most + targets) * heads * tile * -(-channels // 128) * 128 * dtype.itemsize
     if size > VMEM:
         raise JspecError(
@@ -163,14 +167,15 @@ def _kernel(path, length, *refs, kinds: list[Kind], paths: int, group: int) -> N
         _each(lambda i: path[row * paths + i], start, paths, tile, chunks[index][0], act)
 
     def copies(
-        index: int, act: Callable[[Any], None], stage: Any, place: Array, slot: Array, *out: Any
+        index: int, act: Callable[[Any], None], stage: Any, place: Array, slot: Array, out: bool = False
     ) -> None:
         """Start or await the copies of one tile of all buffers, into VMEM or out of it."""
         semaphore = (scratch.written if out else scratch.read).at[index % 2]
         memory = pl.ds(pl.multiple_of(_floor(slot, tile), tile), tile)
         for member, buffer in enumerate(chunks[index][1]):
-            ends = buffer.at[:, memory], stage.at[index % 2, member, place]
-            act(pltpu.make_async_copy(*(reversed(ends) if out else ends), semaphore))
+            there, here = buffer.at[:, memory], stage.at[index % 2, member, place]
+            source, target = (here, there) if out else (there, here)
+            act(pltpu.make_async_copy(source, target, semaphore))
 
     def reads(index: int, act: Callable[[Any], None]) -> None:
         def one(step: Step) -> None:
@@ -186,7 +191,7 @@ def _kernel(path, length, *refs, kinds: list[Kind], paths: int, group: int) -> N
     def writes(index: int, act: Callable[[Any], None]) -> None:
         def one(step: Step) -> None:
             pl.when(step.new_target)(
-                lambda: copies(index, act, scratch.targets, step.target_place, step.target, "out")
+                lambda: copies(index, act, scratch.targets, step.target_place, step.target, out=True)
             )
 
         each(index, one)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jspec import cache as kv
-from jspec import decode, shapes
+from jspec import decode, tree
 from jspec.certify import tiny
 from jspec.errors import JspecError
 from jspec.models import decoder
 from jspec.pallas import compact_gpu, compact_tpu, compat
-from jspec.sampling.drafters import eagle
 from jspec.sampling.verify import greedy
+from jspec.types import Drafter, Proposal
 from tests import oracle
 
 DEVICES = {
@@ -63,16 +63,12 @@ def assert_moved(new, old, path, kept, length, wraps):
 
 # P, N, K, C, dtype, slots of each layer (rings are those that are no multiple of 64), lengths
 CASES = [
-    (1, 4, 1, 64, "float32", (64,), (0, 60)),
-    (2, 2, 3, 64, "bfloat16", (64, 64), (0, 62, 1)),
+    (2, 2, 3, 64, "bfloat16", (64,), (0, 62, 1)),
     (3, 7, 1, 128, "float32", (64, 40), (57, 6, 36, 0)),
-    (4, 64, 1, 128, "bfloat16", (128, 80), (64, 1, 13)),
-    (5, 64, 1, 64, "float32", (128, 88), (0, 15, 64)),
-    (6, 26, 3, 128, "bfloat16", (64, 48), (38, 7, 14)),
-    (7, 10, 1, 64, "bfloat16", (64, 47), (54, 8, 37)),  # an odd ring: on TPU left to the plain code
-    (8, 8, 1, 64, "float32", (64, 12), (0, 7, 56)),  # and one that a path fills twice within a tile
-    (9, 64, 1, 64, "float32", (128, 72), (16, 64, 63)),
-    (9, 32, 3, 64, "bfloat16", (64, 48, 64), (31, 32, 17)),
+    (5, 64, 1, 128, "bfloat16", (128, 80), (64, 1, 13)),
+    (6, 26, 1, 64, "bfloat16", (48, 64), (38, 7, 14)),
+    (12, 14, 1, 64, "float32", (64, 15, 16), (46, 7, 0)),  # on TPU these rings are left to the plain code
+    (9, 64, 3, 64, "float32", (128, 72), (16, 64, 63)),
 ]
 
 
@@ -97,56 +93,61 @@ def test_the_accepted_entries_move_and_no_others(case, device):
 
 
 def test_two_cores_share_the_rows():
-    check(functools.partial(compact_tpu.compact, interpret=compat.tpu_interpreter(cores=2)), CASES[-1])
+    check(functools.partial(compact_tpu.compact, interpret=compat.tpu_interpreter(cores=2)), CASES[1])
 
 
 def test_buffers_pass_in_chunks(monkeypatch):
-    """Many, with room for one at a time and two in turn."""
-    monkeypatch.setattr(compact_tpu, "VMEM", 60_000)
-    check(DEVICES["tpu"], (6, 26, 1, 128, "float32", (64, 48, 64, 64, 48), (38, 7, 14)))
+    """Six, with room for two at a time."""
+    monkeypatch.setattr(compact_tpu, "VMEM", 50_000)
+    check(DEVICES["tpu"], (3, 26, 1, 128, "float32", (64, 48, 64), (38, 7)))
 
 
-SHAPE = shapes.shape([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (1, 0, 0)])
 CONFIG = replace(tiny.CONFIG, layers=2, windows=(5, None))
 CHUNK = 20  # so that the ring has 24 slots
 
 
-@functools.cache
-def decoded(name: str):
-    """Two greedy texts drafted as trees, and the committed entries of the newest slots."""
-    compacts = DEVICES | {"plain": kv.compact, "none": lambda layers, *_: layers}
-    _, _, head, own = tiny.tiny_head("eagle")
+def every_pair() -> Drafter:
+    """A tree of all tokens, each followed by all: two are accepted, and almost always they move."""
+    first = jnp.arange(tiny.VOCAB)
+    tokens = jnp.concatenate([first[:1], first, jnp.tile(first, tiny.VOCAB)])
+    parent = jnp.concatenate([jnp.array([-1]), jnp.zeros_like(first), 1 + jnp.repeat(first, tiny.VOCAB)])
+
+    def propose(params, state, root, context):
+        drafts = jnp.tile(tokens, (len(root), 1)).at[:, 0].set(root)
+        layout = tree.from_parents(jnp.tile(parent, (len(root), 1)))
+        return Proposal(drafts, layout, jnp.full((len(root),), len(tokens))), ()
+
+    def nothing(*_):
+        return ()
+
+    return Drafter(nothing, nothing, propose, nodes=len(tokens), depth=2, growth="tree")
+
+
+def decoded(compact):
+    """Two greedy texts in three tokens a round, and the committed entries that a later pass would see."""
     params = tiny.random_params(decoder.weights(CONFIG), 3, scale=0.5)
-    model = decoder.make(CONFIG, taps=head.taps, compact=compacts[name])
-    drafter = eagle.fixed(head, SHAPE, vocab_size=tiny.VOCAB)
-    loop = decode.make_decoder(model, drafter, greedy, chunk=CHUNK)
-    state = loop.init(params, own, oracle.request(model, [[1], [3, 0, 2]], 64, [24, 12]))
-    state = loop.run(params, own, state)
+    loop = decode.make_decoder(
+        decoder.make(CONFIG, compact=compact), every_pair(), greedy, chunk=CHUNK, narrow=False
+    )
+    state = loop.init(params, None, oracle.request(tiny.tiny(0)[0], [[1], [3, 0, 2]], 64, [24, 13]))
+    state = loop.run(params, None, state)
+    assert state.stats.rounds.tolist() == [8, 4]
     seen = []
-    for row, length in enumerate(state.cache.length.tolist()):
-        position = np.arange(max(0, length - CONFIG.windows[0] + 1), length)
-        seen += [x[row][:, position % x.shape[2]] for x in jax.tree.leaves(state.cache.layers)]
-        seen += [x[row][:, :length] for x in state.cache.layers[1]]
-    return oracle.texts(state), int(state.stats.accepted.sum()), seen
+    for entry, window in zip(state.cache.layers, CONFIG.windows, strict=True):
+        for row, length in enumerate(state.cache.length.tolist()):
+            position = np.arange(max(0, length + 1 - window) if window else 0, length)
+            seen += [x[row][:, position % x.shape[2]] for x in entry]
+    return oracle.texts(state), seen
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_decoder_with_the_kernel_writes_the_same_text_and_cache(device):
-    text, accepted, seen = decoded(device)
-    wanted, also_accepted, plain = decoded("plain")
-    assert text == wanted and accepted == also_accepted > 5
+def test_a_decoder_with_the_kernel_writes_the_same_text_and_cache():
+    (text, seen), (wanted, plain) = decoded(DEVICES["tpu"]), decoded(kv.compact)
+    assert text == wanted
     for got, want in zip(seen, plain, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_without_the_move_the_cache_is_another():
-    """Mutant: the accepted entries stay where they were written."""
-    pairs = zip(decoded("none")[2], decoded("plain")[2], strict=True)
-    assert not all(a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
-
-
-def test_the_compiled_call_has_no_plan_for_one_node():
-    """A root alone stays: nothing is called."""
+def test_a_root_alone_stays():
     layers = random_layers(np.random.default_rng(0), (64,), 1, 1, 64, "float32")
     for compact in DEVICES.values():
         assert compact(layers, jnp.zeros((1, 1), int), jnp.array([3])) is layers
@@ -177,7 +178,7 @@ def test_layers_of_two_shapes_are_refused(device):
 
 
 def test_entries_that_no_copy_takes_are_refused():
-    for shape in [(1, 1, 64, 6), (1, 257, 64, 64), (1, 1, 64, 260)]:
+    for shape in [(1, 1, 64, 6), (1, 1, 64, 36), (1, 257, 64, 64), (1, 1, 64, 260)]:
         buffer = jnp.zeros(shape)
         with pytest.raises(JspecError, match="up to 256 heads and channels"):
             compact_gpu.compact((kv.Entry(buffer, buffer),), jnp.zeros((1, 3), int), jnp.array([0]))
