@@ -1,0 +1,255 @@
+"""The first pass of fused verification on Hopper GPUs: a row of logits to the numbers of its law.
+
+`jspec.pallas.law.summarise_ref` says what comes out. Two kernels, one program of either being
+one warpgroup with ``span`` ids of one row in its registers, so that also the 6 rows of batch
+1 fill the chip; logits are read from global memory as they lie, without a copy, and there is
+no shared memory but for the warpgroup's own reductions.
+
+* `_peaks`, grid (slices, N, B): the slice's greatest logit, its first id, and the sum relative
+  to it. XLA joins the slices, B N V / span numbers. **Each logit is read once**; that is all
+  for rows with temperature 0, or without top-k, top-p and min-p.
+* `_weigh`, grid (slices, N, B): what of a slice lies at or above each of 15 (or 1) thresholds,
+  as a count or as probability. The search of `jspec.sampling.truncate`, from the highest bit
+  down, 4 bits a sweep: **8 sweeps in float32, 4 in bfloat16, once for top-k and once for
+  top-p**, where any row of the batch uses it, then one for the total. A row that needs none
+  of them is not read; the others come from the L2 cache (50 MB) while they fit there.
+
+top-k's cut is exact, top-p's up to the rounding of sums. Static: the shape, the dtype and
+``span``; traced: the logits and all settings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jspec.errors import JspecError
+from jspec.pallas import compat
+from jspec.pallas.law import Summary
+from jspec.sampling.policy import Policy
+from jspec.sampling.truncate import any_of, each
+
+LANES = 128
+"""Threads of a warpgroup, the least that a program can take of a row."""
+
+BITS = 4
+"""Of a threshold, found in one sweep."""
+
+IDLE, COUNT, WEIGHT = 0, 1, 2
+"""What `_weigh` does with the rows of a sequence."""
+
+COUNTED = 1 << 24  # float32 counts no further
+
+
+def summarise(
+    policy: Policy, x: Float[Array, "B N V"], *, span: int = 4096, interpret: Any = False
+) -> Summary:
+    """`jspec.pallas.law.summarise_ref` as kernels; ``span`` ids a program, a multiple of 128.
+
+    Raises:
+        JspecError: logits that are neither float32 nor bfloat16, or 2**24 ids or more.
+    """
+    check(x, "logits")
+    x = widen(x)
+    span = slices(x, span)
+    warm = policy.temperature > 0
+    scale = jnp.where(warm, jnp.clip(policy.temperature, 1e-30, 1e30), 1.0)
+    peak, total, first = _peaks(x, 1 / scale, span, interpret)
+    top = jnp.max(peak, axis=-1)
+    top = jnp.where(jnp.isfinite(top), top, jnp.nan)
+    best = jnp.take_along_axis(first, jnp.argmax(peak == top[..., None], axis=-1)[..., None], axis=-1)
+    share = jnp.where(peak > -jnp.inf, total * jnp.exp((peak - top[..., None]) / each(scale)), 0.0)
+    plain = jnp.full_like(top, -jnp.inf), jnp.log(jnp.sum(share, axis=-1)) + 0 * top
+    cuts = warm & ((policy.top_k > 0) | (policy.top_p < 1) | (policy.min_p > 0))
+
+    def weigh(sweep: Sweep, place: Array, shift: Array | int, steps: int) -> Array:
+        sweep = sweep._replace(place=place)
+        return _weigh(x, top, scale, sweep, shift, steps=steps, span=span, interpret=interpret)
+
+    def search() -> tuple[Array, Array]:
+        found = _search(policy, weigh, x, cuts)
+        return tuple(jnp.where(cuts[:, None], *pair) for pair in zip(found, plain, strict=True))
+
+    cut, log_total = lax.cond(any_of(cuts), search, lambda: plain)
+    return Summary(top, cut, log_total, jnp.where(jnp.isnan(top), 0, best[..., 0]))
+
+
+def check(x: Array, name: str) -> None:
+    """Raise JspecError for rows that the kernels cannot take."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise JspecError(f"the GPU kernels take {name} in float32 or bfloat16, not {x.dtype}")
+    if x.shape[-1] >= COUNTED:
+        raise JspecError(f"the GPU kernels take less than {COUNTED} ids, not {x.shape[-1]}")
+
+
+def widen(x: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+    """Rows of 128 ids at least: only a vocabulary of fewer is copied."""
+    missing = max(LANES - x.shape[-1], 0)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf) if missing else x
+
+
+def slices(x: Array, span: int) -> int:
+    """How many ids a program takes: ``span``, or less in a small vocabulary.
+
+    A thread loads up to 8 bytes at once, which must be aligned. Where rows do not begin at
+    multiples of 8 bytes the number is an odd multiple of 128, for which it loads single ids.
+    """
+    if span < LANES or span % LANES:
+        raise JspecError(f"span is {span}; it must be a multiple of {LANES}")
+    vocab = x.shape[-1]
+    parts = min(span, vocab) // LANES
+    if vocab * x.dtype.itemsize % 8:
+        parts -= 1 - parts % 2
+    return parts * LANES
+
+
+def window(vocab: int, span: int) -> tuple[Array, Array, Array]:
+    """Where this program's slice lies: the first id it reads, all of them, and which are its own.
+
+    The last slice begins early rather than ends outside; what it shares is its neighbour's.
+    """
+    begin = lax.axis_index("slice") * span
+    start = jnp.minimum(begin, vocab - span)
+    ids = lax.broadcasted_iota(jnp.int32, (span,), 0) + start
+    return start, ids, ids >= begin
+
+
+def _peaks(x: Array, inverse: Float[Array, "B"], span: int, interpret: Any) -> tuple[Array, Array, Array]:
+    """Each slice's greatest logit, sum relative to it and first greatest id: [B, N, slices] each."""
+    batch, nodes, vocab = x.shape
+
+    def body(x, inverse, peak, total, first):
+        node, row, part = (lax.axis_index(name) for name in ("node", "row", "slice"))
+        start, ids, own = window(vocab, span)
+        values = x[row, node, pl.ds(start, span)].astype(jnp.float32)
+        values = jnp.where(values != values, jnp.inf, values)  # NaN is an error as +inf is
+        values = jnp.where(own, values, -jnp.inf)
+        top = jnp.max(values)
+        at = jnp.where(top > -jnp.inf, top, 0.0)
+        peak[row, node, part] = top
+        total[row, node, part] = jnp.sum(jnp.exp((values - at) * inverse[row]))
+        first[row, node, part] = jnp.min(jnp.where((values == top) & own, ids, vocab))
+
+    shape = batch, nodes, -(-vocab // span)
+    return compat.gpu_kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)),
+        grid=shape[::-1],
+        grid_names=("slice", "node", "row"),
+        interpret=interpret,
+    )(x, inverse)
+
+
+class Sweep(NamedTuple):
+    """What `_weigh` does with each row."""
+
+    mode: Int[Array, "B"]  # IDLE, COUNT or WEIGHT
+    cut: Float[Array, "B N"]  # no lower logit counts
+    low: Float[Array, "B"]  # nor any that is lower after the temperature, relative to the greatest
+    place: Int[Array, "B N"]  # among the floats in their order, of the threshold below the first
+
+
+def _weigh(
+    x: Array, top: Array, scale: Array, sweep: Sweep, shift: Array | int, *, steps: int, span: int, interpret: Any
+) -> Float[Array, "B N J"]:
+    """How many ids, or how much weight relative to top, lie at or above place + ((0 .. J - 1) << shift)."""
+    batch, nodes, vocab = x.shape
+
+    def body(x, top, scale, mode, cut, low, place, shift, out):
+        node, row, part = (lax.axis_index(name) for name in ("node", "row", "slice"))
+
+        @pl.when(mode[row] != IDLE)
+        def _():
+            start, _, own = window(vocab, span)
+            values = x[row, node, pl.ds(start, span)].astype(jnp.float32)
+            scaled = (values - top[row, node]) / scale[row]
+            counts = jnp.full((span,), mode[row]) == COUNT
+            weight = jnp.where(counts, 1.0, jnp.exp(scaled))
+            kept = own & (values >= cut[row, node]) & (counts | (scaled >= low[row]))
+            weight = jnp.where(kept, weight, 0.0)
+            places, first, by = place_of(values), place[row, node], shift[0]
+            for i in range(steps):
+                above = places >= first + lax.shift_left(jnp.int32(i), by)
+                out[row, node, part, i] = jnp.sum(jnp.where(above, weight, 0.0))
+
+    shape = batch, nodes, -(-vocab // span)
+    parts = compat.gpu_kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((*shape, steps), jnp.float32),
+        grid=shape[::-1],
+        grid_names=("slice", "node", "row"),
+        interpret=interpret,
+    )(x, top, scale, *sweep, jnp.full((1,), shift, jnp.int32))
+    return jnp.sum(parts, axis=2)
+
+
+LOWEST = -(1 << 31)
+
+
+def place_of(x: Float[Array, "*any"]) -> Int[Array, "*any"]:
+    """A float32's place among them in their order, as an int32."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ ~LOWEST, bits)
+
+
+def float_at(place: Int[Array, "*any"]) -> Float[Array, "*any"]:
+    """The float32 of a place."""
+    return lax.bitcast_convert_type(jnp.where(place < 0, place ^ ~LOWEST, place), jnp.float32)
+
+
+def _search(policy: Policy, weigh: Callable[..., Array], x: Array, cuts: Array) -> tuple[Array, Array]:
+    """Cut and log-total of the rows where ``cuts``; of the others anything."""
+    batch, nodes, vocab = x.shape
+    by_k, by_p = cuts & (policy.top_k > 0), cuts & (policy.top_p < 1)
+    everything = Sweep(
+        jnp.full((batch,), WEIGHT),
+        jnp.full((batch, nodes), -jnp.inf),
+        jnp.full((batch,), -jnp.inf),
+        jnp.full((batch, nodes), LOWEST),
+    )
+
+    def kth_greatest(cut: Array) -> Array:
+        sweep = everything._replace(mode=jnp.where(by_k, COUNT, IDLE))
+        k = jnp.minimum(policy.top_k, vocab)[:, None].astype(jnp.float32)
+        found = _threshold(x, functools.partial(weigh, sweep), lambda whole: k + 0 * whole)
+        return jnp.where(by_k[:, None], found, cut)
+
+    def nucleus(cut: Array) -> Array:
+        sweep = everything._replace(mode=jnp.where(by_p, WEIGHT, IDLE), cut=cut)
+        p, least = policy.top_p[:, None], jnp.finfo(jnp.float32).tiny
+        found = _threshold(
+            x, functools.partial(weigh, sweep), lambda whole: jnp.maximum(p * whole, least)
+        )
+        return jnp.where(by_p[:, None] & (found > cut), found, cut)
+
+    cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, everything.cut)
+    cut = lax.cond(any_of(by_p), nucleus, lambda cut: cut, cut)
+    sweep = everything._replace(mode=jnp.where(cuts, WEIGHT, IDLE), cut=cut, low=jnp.log(policy.min_p))
+    return cut, jnp.log(weigh(sweep, sweep.place, 0, steps=1)[..., 0])
+
+
+def _threshold(
+    x: Array, weigh: Callable[..., Array], needed: Callable[[Array], Array]
+) -> Float[Array, "B N"]:
+    """The greatest float t of x's dtype such that at and above it there is what is needed of
+    the whole; if there is none, NaN."""
+    width = 8 * x.dtype.itemsize
+
+    def sweep(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        place, need = state
+        shift = 32 - BITS - BITS * i
+        found = weigh(place, shift, steps=1 << BITS)
+        need = jnp.where(i == 0, needed(found[..., 0]), need)  # the first place has all above it
+        return place + (jnp.sum(found[..., 1:] >= need[..., None], axis=-1) << shift), need
+
+    start = jnp.full(x.shape[:2], LOWEST), jnp.zeros(x.shape[:2])
+    place, _ = lax.fori_loop(0, width // BITS, sweep, start)
+    unused = (1 << 32 - width) - 1  # bits that bfloat16 lacks, all ones below 0
+    return float_at(jnp.where(place < 0, place | unused, place))
