@@ -157,7 +157,15 @@ class Sweep(NamedTuple):
 
 
 def _weigh(
-    x: Array, top: Array, scale: Array, sweep: Sweep, shift: Array | int, *, steps: int, span: int, interpret: Any
+    x: Array,
+    top: Array,
+    scale: Array,
+    sweep: Sweep,
+    shift: Array | int,
+    *,
+    steps: int,
+    span: int,
+    interpret: Any,
 ) -> Float[Array, "B N J"]:
     """How many ids, or how much weight relative to top, lie at or above place + ((0 .. J - 1) << shift)."""
     batch, nodes, vocab = x.shape
@@ -175,9 +183,12 @@ def _weigh(
             kept = own & (values >= cut[row, node]) & (counts | (scaled >= low[row]))
             weight = jnp.where(kept, weight, 0.0)
             places, first, by = place_of(values), place[row, node], shift[0]
-            for i in range(steps):
-                above = places >= first + lax.shift_left(jnp.int32(i), by)
+
+            def step(i: Array, _: None) -> None:
+                above = places >= first + lax.shift_left(i, by)
                 out[row, node, part, i] = jnp.sum(jnp.where(above, weight, 0.0))
+
+            lax.fori_loop(0, steps, step, None)
 
     shape = batch, nodes, -(-vocab // span)
     parts = compat.gpu_kernel(
@@ -224,9 +235,7 @@ def _search(policy: Policy, weigh: Callable[..., Array], x: Array, cuts: Array) 
     def nucleus(cut: Array) -> Array:
         sweep = everything._replace(mode=jnp.where(by_p, WEIGHT, IDLE), cut=cut)
         p, least = policy.top_p[:, None], jnp.finfo(jnp.float32).tiny
-        found = _threshold(
-            x, functools.partial(weigh, sweep), lambda whole: jnp.maximum(p * whole, least)
-        )
+        found = _threshold(x, functools.partial(weigh, sweep), lambda whole: jnp.maximum(p * whole, least))
         return jnp.where(by_p[:, None] & (found > cut), found, cut)
 
     cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, everything.cut)
