@@ -89,22 +89,23 @@ def _law(row: Row, x: Array, ids: Array) -> Array:
     """log p of ids of one row with these logits; ``row`` holds single values or as many."""
     scaled = (x - row.top) / row.scale
     warm = jnp.where((x < row.cut) | (scaled < row.low), -jnp.inf, scaled) - row.log_total
-    cold = jnp.where(ids == row.best, 0.0, -jnp.inf) + 0 * row.top  # NaN stays
-    return jnp.where(row.best < 0, warm, cold)
+    best = jnp.broadcast_to(row.best, ids.shape)
+    cold = jnp.where(ids == best, 0.0, -jnp.inf) + 0 * row.top  # NaN stays
+    return jnp.where(best < 0, warm, cold)
 
 
 def _sweep(
     row: Row,
-    x: Float[Array, "B N V"],
+    x: Float[Array, "B N W"],
     key: UInt32[Array, "B 2"],
     refused: Int[Array, "B M"],
-    logq: Float[Array, "B N V"] | None,
-    words: int,
+    logq: Float[Array, "B N W"] | None,
+    vocab: int,
     span: int,
     interpret: Any,
 ) -> tuple[Float[Array, "B 2 slices"], Int[Array, "B 2 slices"]]:
     """The best score of each slice and its lowest id: of what is left, and of all."""
-    batch, _, vocab = x.shape
+    batch, _, width = x.shape
     span = min(slices(x, span), span if logq is None else slices(logq, span))
 
     def body(x, key, refused, *refs):
@@ -112,7 +113,7 @@ def _sweep(
         fields, (score, best) = refs[: len(Row._fields)], refs[len(Row._fields) :]
         part, sequence = lax.axis_index("slice"), lax.axis_index("row")
         of = Row(*(field[sequence] for field in fields))
-        start, ids, own = window(vocab, span)
+        start, ids, own = window(width, span)
         at = pl.ds(start, span)
         logp = _law(of, x[sequence, of.node, at].astype(jnp.float32), ids)
 
@@ -127,16 +128,16 @@ def _sweep(
             return jnp.log(jnp.maximum(jnp.exp(logp + of.log_reach) - q, 0.0))
 
         weights = lax.cond(of.child < 0, without_refused, excess) if drawn else without_refused()
-        noise = gumbel(key[sequence, 0], key[sequence, 1], ids, words)
+        noise = gumbel(key[sequence, 0], key[sequence, 1], ids, vocab)
         for i, law in enumerate((weights, logp)):
             total = law + noise
             total = jnp.where(own & (total == total), total, -jnp.inf)
             most = jnp.max(total)
             score[sequence, i, part] = most
-            best[sequence, i, part] = jnp.min(jnp.where(own & (total == most), ids, words - 1))
+            best[sequence, i, part] = jnp.min(jnp.where(own & (total == most), ids, vocab - 1))
 
     drawn = logq is not None
-    shape = batch, 2, -(-vocab // span)
+    shape = batch, 2, -(-width // span)
     return compat.gpu_kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)),

@@ -57,7 +57,7 @@ def summarise(
         JspecError: logits that are neither float32 nor bfloat16, or 2**24 ids or more.
     """
     check(x, "logits")
-    x = widen(x)
+    vocab, x = x.shape[-1], widen(x)
     span = slices(x, span)
     warm = policy.temperature > 0
     scale = jnp.where(warm, jnp.clip(policy.temperature, 1e-30, 1e30), 1.0)
@@ -74,7 +74,7 @@ def summarise(
         return _weigh(x, top, scale, sweep, shift, steps=steps, span=span, interpret=interpret)
 
     def search() -> tuple[Array, Array]:
-        found = _search(policy, weigh, x, cuts)
+        found = _search(policy, weigh, x, vocab, cuts)
         return tuple(jnp.where(cuts[:, None], *pair) for pair in zip(found, plain, strict=True))
 
     cut, log_total = lax.cond(any_of(cuts), search, lambda: plain)
@@ -89,7 +89,7 @@ def check(x: Array, name: str) -> None:
         raise JspecError(f"the GPU kernels take less than {COUNTED} ids, not {x.shape[-1]}")
 
 
-def widen(x: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+def widen(x: Float[Array, "B N V"]) -> Float[Array, "B N W"]:
     """Rows of 128 ids at least: only a vocabulary of fewer is copied."""
     missing = max(LANES - x.shape[-1], 0)
     return jnp.pad(x, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf) if missing else x
@@ -215,9 +215,11 @@ def float_at(place: Int[Array, "*any"]) -> Float[Array, "*any"]:
     return lax.bitcast_convert_type(jnp.where(place < 0, place ^ ~LOWEST, place), jnp.float32)
 
 
-def _search(policy: Policy, weigh: Callable[..., Array], x: Array, cuts: Array) -> tuple[Array, Array]:
+def _search(
+    policy: Policy, weigh: Callable[..., Array], x: Array, vocab: int, cuts: Array
+) -> tuple[Array, Array]:
     """Cut and log-total of the rows where ``cuts``; of the others anything."""
-    batch, nodes, vocab = x.shape
+    batch, nodes, _ = x.shape
     by_k, by_p = cuts & (policy.top_k > 0), cuts & (policy.top_p < 1)
     everything = Sweep(
         jnp.full((batch,), WEIGHT),

@@ -1,0 +1,196 @@
+"""The GPU kernels of fused verification against their references, on a simulated Hopper GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.errors import JspecError
+from jspec.pallas import compat, law, race_gpu, summarise_gpu
+from jspec.pallas import verify as fused
+from jspec.sampling import keys, verify, walk
+from tests.pallas import test_verify
+from tests.pallas import verify_cases as cases
+
+GPU = compat.gpu_interpreter()
+FEW = [
+    (1, 1, "float32", 128),
+    (5, 7, "bfloat16", 128),
+    (1000, 2, "float32", 512),
+    (4097, 1, "bfloat16", 4096),
+]
+ALL = [
+    (vocab, nodes, dtype, span)
+    for vocab in (1, 5, 257, 1000, 4097)
+    for nodes in (1, 2, 7)
+    for dtype in ("float32", "bfloat16")
+    for span in (256, 1024)
+]
+SHAPES = FEW + [pytest.param(*shape, marks=pytest.mark.slow) for shape in ALL]
+shapes = pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), SHAPES)
+
+
+def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
+    """Logits with ties in the first node, and in the last one (if another) rows that are hard or no law."""
+    x = np.array(cases.logits(seed, nodes, vocab))
+    x[:, 0] = np.round(x[:, 0])
+    if nodes > 1:
+        x[0, -1, vocab // 2] = np.nan
+        x[1, -1, vocab // 3] = np.inf
+        x[2, -1] = -np.inf
+        x[3, -1, vocab // 2 :] = x[3, -1, 0] - 200
+        x[3, -1, 1::2] = -np.inf
+        x[4, -1] = 7.25
+        x[5, -1] = np.where(np.arange(vocab) % 3 == 0, -0.0, 0.0)
+    return jnp.asarray(x, dtype)
+
+
+def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
+    x = np.asarray(x, np.float64)
+    np.testing.assert_array_equal(got.top, wanted.top)
+    np.testing.assert_array_equal(got.best, wanted.best)
+    for row, node in np.argwhere(np.isfinite(wanted.top)):
+        temperature, k, p, min_p = (float(part[row]) for part in policy[:4])
+        if temperature == 0:
+            continue
+        cut = float(got.cut[row, node])
+        if k > 0 and p == 1:
+            assert cut == wanted.cut[row, node]
+        weight = np.exp((x[row, node] - x[row, node].max()) / temperature)
+        kept = weight * (x[row, node] >= cut)
+        if p < 1:  # the definition: rounding may move the cut by an id that hardly matters
+            least = np.sort(x[row, node])[-min(int(k), x.shape[2])] if k else -np.inf
+            whole = weight[x[row, node] >= least].sum()
+            assert cut >= least
+            assert kept.sum() >= (p - 1e-6) * whole
+            assert weight[x[row, node] > cut].sum() < (p + 1e-6) * whole
+        total = kept[weight >= min_p * (1 - 1e-6)].sum()
+        assert np.log(total) == pytest.approx(float(got.log_total[row, node]), rel=1e-5, abs=1e-5)
+
+
+@shapes
+def test_summaries(vocab, nodes, dtype, span):
+    policy = cases.settings(vocab)
+    kernel = jax.jit(functools.partial(summarise_gpu.summarise, span=span, interpret=GPU))
+    x = hard(vocab, nodes, vocab, dtype)
+    check_summary(policy, x, kernel(policy, x), law.summarise_ref(policy, x))
+
+
+def test_rows_without_thresholds_take_one_sweep(monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("a second sweep")
+
+    policy = cases.settings(257)._replace(
+        top_k=jnp.zeros(6, int).at[0].set(3), top_p=jnp.ones(6), min_p=jnp.zeros(6)
+    )
+    x = hard(0, 1, 257, "float32")
+    with jax.disable_jit(False):
+        monkeypatch.setattr(jax.lax, "cond", lambda take, yes, no, *given: (yes if take else no)(*given))
+        monkeypatch.setattr(summarise_gpu, "_weigh", refuse)
+        got = summarise_gpu.summarise(policy, x, interpret=GPU)  # top-k of a greedy row needs none
+    check_summary(policy, x, got, law.summarise_ref(policy, x))
+
+
+def draws(seed: int, nodes: int, vocab: int, drawn: bool) -> tuple[law.End, jax.Array | None]:
+    """Where six sequences end: refused ids, q of a child, and rows where nothing is left."""
+    draw = np.random.default_rng(seed)
+    refused = draw.integers(-1, vocab, (cases.BATCH, 3))
+    if vocab <= 5:
+        refused = np.tile(np.arange(vocab), (cases.BATCH, 1))  # all of them
+        refused[:3, -1] = -1
+    child = np.where(np.arange(cases.BATCH) % 3, np.arange(cases.BATCH) % nodes, -1)
+    end = law.End(
+        node=jnp.asarray(draw.integers(0, nodes, cases.BATCH)),
+        key=cases.row_keys(100 * seed + vocab),
+        refused=jnp.asarray(refused),
+        child=jnp.asarray(child) if drawn else jnp.full(cases.BATCH, -1),
+        log_reach=jnp.asarray(-draw.uniform(0, 0.3, cases.BATCH), jnp.float32),
+    )
+    logq = jax.nn.log_softmax(2 * jax.random.normal(jax.random.key(seed), (cases.BATCH, nodes, vocab)))
+    return end, logq.at[4].set(0.0) if drawn else None  # q = 1: nothing is left
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["points", "drawn"])
+@shapes
+def test_races(vocab, nodes, dtype, span, drawn):
+    policy = cases.settings(vocab)
+    kernel = jax.jit(functools.partial(race_gpu.race, span=span, interpret=GPU))
+    reference = jax.jit(law.race_ref)
+    for seed in range(4):
+        x = hard(seed, nodes, vocab, dtype)
+        summary = law.summarise_ref(policy, x)
+        end, logq = draws(seed, nodes, vocab, drawn)
+        (token, logp), wanted = (each(policy, x, summary, end, logq) for each in (kernel, reference))
+        good = np.isfinite(summary.top[np.arange(cases.BATCH), end.node])
+        np.testing.assert_array_equal(np.where(good, token, 0), np.where(good, wanted[0], 0))
+        np.testing.assert_allclose(np.where(good, logp, 0), np.where(good, wanted[1], 0), atol=1e-5)
+        assert not np.any(np.isfinite(logp) & ~good)
+        assert np.all((token >= 0) & (token < vocab))
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 4097, 128256])
+def test_the_words_are_those_of_jax(vocab):
+    for key in cases.row_keys(vocab):
+        words = jax.random.bits(keys.wrap(key), (2, vocab), jnp.uint32)
+        counter = jnp.arange(2 * vocab, dtype=jnp.uint32).reshape(2, vocab)
+        np.testing.assert_array_equal(words, race_gpu.threefry(key[0], key[1], counter))
+        noise, wanted = race_gpu.gumbel(key[0], key[1], counter[0], vocab), keys.gumbel_of_bits(*words)
+        np.testing.assert_allclose(noise, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_noise_at_the_ends_of_its_range():
+    words = jnp.uint32([0, 1, 511, 512, 1 << 31, (1 << 31) - 1, (1 << 32) - 512, (1 << 32) - 1])
+    high, low = jnp.meshgrid(words, words)
+    noise = race_gpu._gumbel_of_bits(high.ravel(), low.ravel())
+    np.testing.assert_allclose(noise, keys.gumbel_of_bits(high, low).ravel(), rtol=1e-6, atol=2e-6)
+
+
+FEW_ROUNDS = [("token", True)]
+ROUNDS = [(rule, tree_of) for rule in ("greedy", "token", "coupled") for tree_of in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree_of"),
+    [pytest.param(*r, marks=() if r in FEW_ROUNDS else pytest.mark.slow) for r in ROUNDS],
+)
+def test_verdicts_are_those_of_the_walk(rule, tree_of):
+    vocab, nodes = 23, 4
+    decide = fused.make(
+        *(functools.partial(f, interpret=GPU) for f in (summarise_gpu.summarise, race_gpu.race))
+    )
+    policy, history = cases.settings(vocab), cases.history(vocab)
+    accepted = 0
+    for seed in range(3):
+        proposal = cases.proposal(seed, nodes, vocab, tree_of=tree_of, drawn=rule == "token" and not tree_of)
+        x = cases.logits(seed, nodes, vocab).at[:, :, :3].add(3)
+        given = policy, history, cases.row_keys(seed), jnp.arange(cases.BATCH) + seed, proposal, x
+        plain, got = (test_verify.compiled(d, rule)(*given, depth=nodes - 1) for d in (walk.decide, decide))
+        test_verify.same(plain, got)
+        accepted += int(plain.accepted.sum())
+    assert accepted > 2
+    assert verify.token.name == "token"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "span", "message"),
+    [
+        ((1, 1, 300), "float16", 128, "float32 or bfloat16, not float16"),
+        ((1, 1, 1 << 24), "float32", 128, "less than 16777216 ids, not 16777216"),
+        ((1, 1, 300), "float32", 200, "span is 200; it must be a multiple of 128"),
+    ],
+)
+def test_what_the_kernels_refuse(shape, dtype, span, message):
+    policy = jax.tree.map(lambda part: part[:1], cases.settings(5))
+    summary = law.Summary(*[jnp.zeros((1, 1))] * 3, jnp.zeros((1, 1), int))
+    end = jax.tree.map(lambda part: part[:1], draws(0, 1, 5, False)[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    for call in (
+        lambda x: summarise_gpu.summarise(policy, x, span=span),
+        lambda x: race_gpu.race(policy, x, summary, end, span=span),
+    ):
+        with pytest.raises(JspecError, match=message):
+            jax.eval_shape(call, x)
