@@ -169,7 +169,7 @@ def _gumbel_of_bits(high: UInt32[Array, "W"], low: UInt32[Array, "W"]) -> Float[
     return -jnp.log(jnp.where(exact, u, -log1p))
 
 
-def threefry(high: Array, low: Array, counter: UInt32[Array, "W"]) -> UInt32[Array, "W"]:
+def threefry(high: Array, low: Array, counter: UInt32[Array, "*any"]) -> UInt32[Array, "*any"]:
     """The 32 random bits that `jax.random.bits` gives the key (high, low) at a flat index below 2**32.
 
     Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the counter (0, index); both halves xored.

@@ -20,7 +20,6 @@ top-k's cut is exact, top-p's up to the rounding of sums. Static: the shape, the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,9 +40,6 @@ LANES = 128
 
 BITS = 4
 """Of a threshold, found in one sweep."""
-
-IDLE, COUNT, WEIGHT = 0, 1, 2
-"""What `_weigh` does with the rows of a sequence."""
 
 COUNTED = 1 << 24  # float32 counts no further
 
@@ -69,12 +65,11 @@ def summarise(
     plain = jnp.full_like(top, -jnp.inf), jnp.log(jnp.sum(share, axis=-1)) + 0 * top
     cuts = warm & ((policy.top_k > 0) | (policy.top_p < 1) | (policy.min_p > 0))
 
-    def weigh(sweep: Sweep, place: Array, shift: Array | int, steps: int) -> Array:
-        sweep = sweep._replace(place=place)
-        return _weigh(x, top, scale, sweep, shift, steps=steps, span=span, interpret=interpret)
+    def weigh(sweep: Sweep, count: int) -> Array:
+        return _weigh(x, top, scale, sweep, count=count, span=span, interpret=interpret)
 
     def search() -> tuple[Array, Array]:
-        found = _search(policy, weigh, x, vocab, cuts)
+        found = _search(policy, weigh, x, vocab, peak, cuts)
         return tuple(jnp.where(cuts[:, None], *pair) for pair in zip(found, plain, strict=True))
 
     cut, log_total = lax.cond(any_of(cuts), search, lambda: plain)
@@ -148,119 +143,136 @@ def _peaks(x: Array, inverse: Float[Array, "B"], span: int, interpret: Any) -> t
 
 
 class Sweep(NamedTuple):
-    """What `_weigh` does with each row."""
+    """What `_weigh` asks of each row."""
 
-    mode: Int[Array, "B"]  # IDLE, COUNT or WEIGHT
-    cut: Float[Array, "B N"]  # no lower logit counts
-    low: Float[Array, "B"]  # nor any that is lower after the temperature, relative to the greatest
-    place: Int[Array, "B N"]  # among the floats in their order, of the threshold below the first
+    counts: Int[Array, "B"]  # 1: the number of ids; 0: their weight relative to top
+    cut: Float[Array, "B N"]  # no lower logit has weight
+    low: Float[Array, "B"]  # nor one that is lower after the temperature, relative to top
+    place: Int[Array, "B N"]  # of the first threshold among the floats in their order
+    shift: Int[Array, "1"]  # from each threshold to the next: 1 << shift places
+    alive: Int[Array, "B N slices"]  # 1: wanted
 
 
 def _weigh(
-    x: Array,
-    top: Array,
-    scale: Array,
-    sweep: Sweep,
-    shift: Array | int,
-    *,
-    steps: int,
-    span: int,
-    interpret: Any,
-) -> Float[Array, "B N J"]:
-    """How many ids, or how much weight relative to top, lie at or above place + ((0 .. J - 1) << shift)."""
+    x: Array, top: Array, scale: Array, sweep: Sweep, *, count: int, span: int, interpret: Any
+) -> Float[Array, "B N slices {count}"]:
+    """What of each slice lies at or above each threshold; anything in slices that are not wanted."""
     batch, nodes, vocab = x.shape
 
-    def body(x, top, scale, mode, cut, low, place, shift, out):
+    def body(x, top, scale, counts, cut, low, place, shift, alive, out):
         node, row, part = (lax.axis_index(name) for name in ("node", "row", "slice"))
 
-        @pl.when(mode[row] != IDLE)
+        @pl.when(alive[row, node, part] == 1)
         def _():
             start, _, own = window(vocab, span)
             values = x[row, node, pl.ds(start, span)].astype(jnp.float32)
-            scaled = (values - top[row, node]) / scale[row]
-            counts = jnp.full((span,), mode[row]) == COUNT
-            weight = jnp.where(counts, 1.0, jnp.exp(scaled))
-            kept = own & (values >= cut[row, node]) & (counts | (scaled >= low[row]))
-            weight = jnp.where(kept, weight, 0.0)
-            places, first, by = place_of(values), place[row, node], shift[0]
+
+            def probability() -> Array:
+                scaled = (values - top[row, node]) / scale[row]
+                return jnp.where((values >= cut[row, node]) & (scaled >= low[row]), jnp.exp(scaled), 0.0)
+
+            weight = lax.cond(counts[row] == 1, lambda: jnp.ones((span,), jnp.float32), probability)
+            weight = jnp.where(own, weight, 0.0)
+            places, first, by = _place(values), place[row, node], shift[0]
 
             def step(i: Array, _: None) -> None:
                 above = places >= first + lax.shift_left(i, by)
                 out[row, node, part, i] = jnp.sum(jnp.where(above, weight, 0.0))
 
-            lax.fori_loop(0, steps, step, None)
+            lax.fori_loop(0, count, step, None)
 
     shape = batch, nodes, -(-vocab // span)
-    parts = compat.gpu_kernel(
+    return compat.gpu_kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((*shape, steps), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((*shape, count), jnp.float32),
         grid=shape[::-1],
         grid_names=("slice", "node", "row"),
         interpret=interpret,
-    )(x, top, scale, *sweep, jnp.full((1,), shift, jnp.int32))
-    return jnp.sum(parts, axis=2)
+    )(x, top, scale, *sweep)
 
 
 LOWEST = -(1 << 31)
 
 
-def place_of(x: Float[Array, "*any"]) -> Int[Array, "*any"]:
+def _place(x: Float[Array, "*any"]) -> Int[Array, "*any"]:
     """A float32's place among them in their order, as an int32."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ ~LOWEST, bits)
 
 
-def float_at(place: Int[Array, "*any"]) -> Float[Array, "*any"]:
-    """The float32 of a place."""
+def _float(place: Int[Array, "*any"]) -> Float[Array, "*any"]:
+    """The float32 at a place."""
     return lax.bitcast_convert_type(jnp.where(place < 0, place ^ ~LOWEST, place), jnp.float32)
 
 
+Weigh = Callable[[Sweep, int], Array]
+
+
 def _search(
-    policy: Policy, weigh: Callable[..., Array], x: Array, vocab: int, cuts: Array
+    policy: Policy, weigh: Weigh, x: Array, vocab: int, peak: Array, cuts: Array
 ) -> tuple[Array, Array]:
     """Cut and log-total of the rows where ``cuts``; of the others anything."""
-    batch, nodes, _ = x.shape
     by_k, by_p = cuts & (policy.top_k > 0), cuts & (policy.top_p < 1)
-    everything = Sweep(
-        jnp.full((batch,), WEIGHT),
-        jnp.full((batch, nodes), -jnp.inf),
-        jnp.full((batch,), -jnp.inf),
-        jnp.full((batch, nodes), LOWEST),
-    )
+    none = jnp.full(x.shape[:2], -jnp.inf)
+    low = jnp.full(cuts.shape, -jnp.inf)
+
+    def alive(rows: Array) -> Array:
+        return jnp.broadcast_to(each(rows), peak.shape)
+
+    def threshold(needed: Callable[[Array], Array], counts: Array, cut: Array, rows: Array) -> Array:
+        sweep = Sweep(counts, cut, low, jnp.full(x.shape[:2], LOWEST), jnp.zeros(1, jnp.int32), alive(rows))
+        return _threshold(x.dtype, weigh, needed, sweep)
 
     def kth_greatest(cut: Array) -> Array:
-        sweep = everything._replace(mode=jnp.where(by_k, COUNT, IDLE))
-        k = jnp.minimum(policy.top_k, vocab)[:, None].astype(jnp.float32)
-        found = _threshold(x, functools.partial(weigh, sweep), lambda whole: k + 0 * whole)
+        k = jnp.minimum(policy.top_k, vocab).astype(jnp.float32)[:, None]
+        found = threshold(lambda whole: k + 0 * whole, jnp.ones_like(policy.top_k), none, by_k)
         return jnp.where(by_k[:, None], found, cut)
 
     def nucleus(cut: Array) -> Array:
-        sweep = everything._replace(mode=jnp.where(by_p, WEIGHT, IDLE), cut=cut)
         p, least = policy.top_p[:, None], jnp.finfo(jnp.float32).tiny
-        found = _threshold(x, functools.partial(weigh, sweep), lambda whole: jnp.maximum(p * whole, least))
+        needed = lambda whole: jnp.maximum(p * whole, least)  # noqa: E731
+        found = threshold(needed, jnp.zeros_like(policy.top_k), cut, by_p)
         return jnp.where(by_p[:, None] & (found > cut), found, cut)
 
-    cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, everything.cut)
+    cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, none)
     cut = lax.cond(any_of(by_p), nucleus, lambda cut: cut, cut)
-    sweep = everything._replace(mode=jnp.where(cuts, WEIGHT, IDLE), cut=cut, low=jnp.log(policy.min_p))
-    return cut, jnp.log(weigh(sweep, sweep.place, 0, steps=1)[..., 0])
+    wanted = alive(cuts) & (peak >= cut[..., None])
+    sweep = Sweep(
+        jnp.zeros_like(policy.top_k),
+        cut,
+        jnp.log(policy.min_p),
+        jnp.full(x.shape[:2], LOWEST),
+        jnp.zeros(1, jnp.int32),
+        wanted.astype(jnp.int32),
+    )
+    kept = jnp.where(wanted, weigh(sweep, 1)[..., 0], 0.0)
+    return cut, jnp.log(jnp.sum(kept, axis=-1))
 
 
 def _threshold(
-    x: Array, weigh: Callable[..., Array], needed: Callable[[Array], Array]
+    dtype: Any, weigh: Weigh, needed: Callable[[Array], Array], sweep: Sweep
 ) -> Float[Array, "B N"]:
-    """The greatest float t of x's dtype such that at and above it there is what is needed of
-    the whole; if there is none, NaN."""
-    width = 8 * x.dtype.itemsize
+    """The greatest float t of the dtype such that at and above it there is what is needed of the
+    whole; if there is none, NaN. Of a slice in which the last step's bracket holds nothing, all
+    is known, so it is not read again."""
+    width = 8 * jnp.dtype(dtype).itemsize
 
-    def sweep(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        place, need = state
+    def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        place, need, alive, above = state
         shift = 32 - BITS - BITS * i
-        found = weigh(place, shift, steps=1 << BITS)
-        need = jnp.where(i == 0, needed(found[..., 0]), need)  # the first place has all above it
-        return place + (jnp.sum(found[..., 1:] >= need[..., None], axis=-1) << shift), need
+        now = sweep._replace(place=place, shift=shift[None], alive=alive.astype(jnp.int32))
+        parts = jnp.where(alive[..., None], weigh(now, 1 << BITS), above[..., None])
+        found = jnp.sum(parts, axis=2)
+        need = jnp.where(i == 0, needed(found[..., 0]), need)  # all lies above the first place
+        passed = jnp.sum(found[..., 1:] >= need[..., None], axis=-1)
+        edges = jnp.concatenate([parts, above[..., None]], axis=-1)
+        inside, above = (
+            jnp.take_along_axis(edges, (passed + j)[:, :, None, None], axis=-1)[..., 0] for j in (0, 1)
+        )
+        return place + (passed << shift), need, alive & (inside != above), above
 
-    start = jnp.full(x.shape[:2], LOWEST), jnp.zeros(x.shape[:2])
-    place, _ = lax.fori_loop(0, width // BITS, sweep, start)
+    shape = sweep.place.shape
+    start = sweep.place, jnp.zeros(shape), sweep.alive, jnp.zeros(sweep.alive.shape)
+    place = lax.fori_loop(0, width // BITS, step, start)[0]
     unused = (1 << 32 - width) - 1  # bits that bfloat16 lacks, all ones below 0
-    return float_at(jnp.where(place < 0, place | unused, place))
+    return _float(jnp.where(place < 0, place | unused, place))

@@ -12,15 +12,15 @@ import pytest
 from jspec.errors import JspecError
 from jspec.pallas import compat, law, race_gpu, summarise_gpu
 from jspec.pallas import verify as fused
-from jspec.sampling import keys, verify, walk
+from jspec.sampling import keys, walk
 from tests.pallas import test_verify
 from tests.pallas import verify_cases as cases
 
 GPU = compat.gpu_interpreter()
 FEW = [
     (1, 1, "float32", 128),
-    (5, 7, "bfloat16", 128),
-    (1000, 2, "float32", 512),
+    (5, 3, "bfloat16", 128),
+    (1000, 1, "float32", 512),
     (4097, 1, "bfloat16", 4096),
 ]
 ALL = [
@@ -80,19 +80,22 @@ def test_summaries(vocab, nodes, dtype, span):
     check_summary(policy, x, kernel(policy, x), law.summarise_ref(policy, x))
 
 
-def test_rows_without_thresholds_take_one_sweep(monkeypatch):
+def test_one_sweep_where_no_row_needs_a_threshold(monkeypatch):
+    """Neither a greedy row's top-k nor switches that are off; `cond` takes a branch as it is built."""
+
     def refuse(*args, **options):
         raise AssertionError("a second sweep")
 
-    policy = cases.settings(257)._replace(
-        top_k=jnp.zeros(6, int).at[0].set(3), top_p=jnp.ones(6), min_p=jnp.zeros(6)
+    off = dict(
+        top_k=jnp.zeros(cases.BATCH, int).at[0].set(3),
+        top_p=jnp.ones(cases.BATCH),
+        min_p=jnp.zeros(cases.BATCH),
     )
-    x = hard(0, 1, 257, "float32")
-    with jax.disable_jit(False):
-        monkeypatch.setattr(jax.lax, "cond", lambda take, yes, no, *given: (yes if take else no)(*given))
-        monkeypatch.setattr(summarise_gpu, "_weigh", refuse)
-        got = summarise_gpu.summarise(policy, x, interpret=GPU)  # top-k of a greedy row needs none
-    check_summary(policy, x, got, law.summarise_ref(policy, x))
+    policy, x = cases.settings(257)._replace(**off), hard(0, 1, 257, "float32")
+    wanted = law.summarise_ref(policy, x)
+    monkeypatch.setattr(jax.lax, "cond", lambda take, yes, no, *given: (yes if take else no)(*given))
+    monkeypatch.setattr(summarise_gpu, "_weigh", refuse)
+    check_summary(policy, x, summarise_gpu.summarise(policy, x, interpret=GPU), wanted)
 
 
 def draws(seed: int, nodes: int, vocab: int, drawn: bool) -> tuple[law.End, jax.Array | None]:
@@ -120,7 +123,7 @@ def test_races(vocab, nodes, dtype, span, drawn):
     policy = cases.settings(vocab)
     kernel = jax.jit(functools.partial(race_gpu.race, span=span, interpret=GPU))
     reference = jax.jit(law.race_ref)
-    for seed in range(4):
+    for seed in range(2):
         x = hard(seed, nodes, vocab, dtype)
         summary = law.summarise_ref(policy, x)
         end, logq = draws(seed, nodes, vocab, drawn)
@@ -138,7 +141,8 @@ def test_the_words_are_those_of_jax(vocab):
         words = jax.random.bits(keys.wrap(key), (2, vocab), jnp.uint32)
         counter = jnp.arange(2 * vocab, dtype=jnp.uint32).reshape(2, vocab)
         np.testing.assert_array_equal(words, race_gpu.threefry(key[0], key[1], counter))
-        noise, wanted = race_gpu.gumbel(key[0], key[1], counter[0], vocab), keys.gumbel_of_bits(*words)
+        noise = race_gpu.gumbel(key[0], key[1], jnp.arange(vocab), vocab)
+        wanted = keys.gumbel_of_bits(*words)
         np.testing.assert_allclose(noise, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -149,30 +153,26 @@ def test_noise_at_the_ends_of_its_range():
     np.testing.assert_allclose(noise, keys.gumbel_of_bits(high, low).ravel(), rtol=1e-6, atol=2e-6)
 
 
-FEW_ROUNDS = [("token", True)]
-ROUNDS = [(rule, tree_of) for rule in ("greedy", "token", "coupled") for tree_of in (False, True)]
+ROUNDS = [(rule, tree_of, 3) for rule in ("greedy", "token", "coupled") for tree_of in (False, True)]
+ROUNDS = [("token", True, 1)] + [pytest.param(*each, marks=pytest.mark.slow) for each in ROUNDS]
 
 
-@pytest.mark.parametrize(
-    ("rule", "tree_of"),
-    [pytest.param(*r, marks=() if r in FEW_ROUNDS else pytest.mark.slow) for r in ROUNDS],
-)
-def test_verdicts_are_those_of_the_walk(rule, tree_of):
-    vocab, nodes = 23, 4
-    decide = fused.make(
-        *(functools.partial(f, interpret=GPU) for f in (summarise_gpu.summarise, race_gpu.race))
-    )
+@pytest.mark.parametrize(("rule", "tree_of", "seeds"), ROUNDS)
+def test_verdicts_are_those_of_the_walk(rule, tree_of, seeds):
+    vocab, nodes = 23, 3
+    kernels = summarise_gpu.summarise, race_gpu.race
+    decide = fused.make(*(functools.partial(kernel, interpret=GPU) for kernel in kernels))
     policy, history = cases.settings(vocab), cases.history(vocab)
     accepted = 0
-    for seed in range(3):
-        proposal = cases.proposal(seed, nodes, vocab, tree_of=tree_of, drawn=rule == "token" and not tree_of)
-        x = cases.logits(seed, nodes, vocab).at[:, :, :3].add(3)
+    for seed in range(seeds):
+        drawn = rule == "token" and not tree_of
+        proposal = cases.proposal(seed, nodes, vocab, tree_of=tree_of, drawn=drawn)
+        x = cases.logits(seed, nodes, vocab).at[:, :, :3].add(4)
         given = policy, history, cases.row_keys(seed), jnp.arange(cases.BATCH) + seed, proposal, x
         plain, got = (test_verify.compiled(d, rule)(*given, depth=nodes - 1) for d in (walk.decide, decide))
         test_verify.same(plain, got)
         accepted += int(plain.accepted.sum())
-    assert accepted > 2
-    assert verify.token.name == "token"
+    assert accepted > 1
 
 
 @pytest.mark.parametrize(
