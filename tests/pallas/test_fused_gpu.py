@@ -17,21 +17,14 @@ from tests.pallas import test_verify
 from tests.pallas import verify_cases as cases
 
 GPU = compat.gpu_interpreter()
-FEW = [
-    (1, 1, "float32", 128),
-    (5, 3, "bfloat16", 128),
-    (1000, 1, "float32", 512),
-    (4097, 1, "bfloat16", 4096),
-]
-ALL = [
-    (vocab, nodes, dtype, span)
+SHAPES = [  # ids, rows a sequence, dtype, ids a program
+    pytest.param(vocab, nodes, dtype, span, marks=pytest.mark.slow)
     for vocab in (1, 5, 257, 1000, 4097)
     for nodes in (1, 2, 7)
     for dtype in ("float32", "bfloat16")
     for span in (256, 1024)
 ]
-SHAPES = FEW + [pytest.param(*shape, marks=pytest.mark.slow) for shape in ALL]
-shapes = pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), SHAPES)
+FEW = [(5, 3, "bfloat16", 128), (1000, 1, "float32", 512), (4097, 1, "bfloat16", 4096)]
 
 
 def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
@@ -72,7 +65,7 @@ def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
         assert np.log(total) == pytest.approx(float(got.log_total[row, node]), rel=1e-5, abs=1e-5)
 
 
-@shapes
+@pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), FEW + SHAPES)
 def test_summaries(vocab, nodes, dtype, span):
     policy = cases.settings(vocab)
     kernel = jax.jit(functools.partial(summarise_gpu.summarise, span=span, interpret=GPU))
@@ -117,8 +110,14 @@ def draws(seed: int, nodes: int, vocab: int, drawn: bool) -> tuple[law.End, jax.
     return end, logq.at[4].set(0.0) if drawn else None  # q = 1: nothing is left
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["points", "drawn"])
-@shapes
+RACES = [(1, 1, "float32", 128, False), (5, 3, "bfloat16", 128, True), (1000, 2, "float32", 256, True)]
+RACES += [(4097, 1, "bfloat16", 1024, False)]
+RACES += [
+    pytest.param(*each.values, drawn, marks=pytest.mark.slow) for each in SHAPES for drawn in (False, True)
+]
+
+
+@pytest.mark.parametrize(("vocab", "nodes", "dtype", "span", "drawn"), RACES)
 def test_races(vocab, nodes, dtype, span, drawn):
     policy = cases.settings(vocab)
     kernel = jax.jit(functools.partial(race_gpu.race, span=span, interpret=GPU))
