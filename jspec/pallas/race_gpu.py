@@ -109,8 +109,8 @@ def _sweep(
     span = min(slices(x, span), span if logq is None else slices(logq, span))
 
     def body(x, key, refused, *refs):
-        logq, refs = (refs[0], refs[1:]) if drawn else (None, refs)
-        fields, (score, best) = refs[: len(Row._fields)], refs[len(Row._fields) :]
+        *fields, score, best = refs
+        logq = fields.pop() if drawn else None
         part, sequence = lax.axis_index("slice"), lax.axis_index("row")
         of = Row(*(field[sequence] for field in fields))
         start, ids, own = window(width, span)
@@ -124,6 +124,7 @@ def _sweep(
             return lax.fori_loop(0, refused.shape[1], one, logp)
 
         def excess() -> Array:
+            assert logq is not None
             q = jnp.exp(logq[sequence, of.child, at].astype(jnp.float32))
             return jnp.log(jnp.maximum(jnp.exp(logp + of.log_reach) - q, 0.0))
 
@@ -144,7 +145,7 @@ def _sweep(
         grid=(shape[2], batch),
         grid_names=("slice", "row"),
         interpret=interpret,
-    )(x, key, refused, *((logq,) if drawn else ()), *row)
+    )(x, key, refused, *row, *((logq,) if drawn else ()))
 
 
 def gumbel(high: Array, low: Array, ids: Int[Array, "W"], vocab: int) -> Float[Array, "W"]:

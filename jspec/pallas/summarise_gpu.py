@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jspec.errors import JspecError
 from jspec.pallas import compat
@@ -66,11 +66,12 @@ def summarise(
     cuts = warm & ((policy.top_k > 0) | (policy.top_p < 1) | (policy.min_p > 0))
 
     def weigh(sweep: Sweep, count: int) -> Array:
+        sweep = sweep._replace(alive=sweep.alive.astype(jnp.int32))
         return _weigh(x, top, scale, sweep, count=count, span=span, interpret=interpret)
 
     def search() -> tuple[Array, Array]:
-        found = _search(policy, weigh, x, vocab, peak, cuts)
-        return tuple(jnp.where(cuts[:, None], *pair) for pair in zip(found, plain, strict=True))
+        cut, log_total = _search(policy, weigh, x, vocab, peak, top, scale, cuts)
+        return jnp.where(cuts[:, None], cut, plain[0]), jnp.where(cuts[:, None], log_total, plain[1])
 
     cut, log_total = lax.cond(any_of(cuts), search, lambda: plain)
     return Summary(top, cut, log_total, jnp.where(jnp.isnan(top), 0, best[..., 0]))
@@ -150,7 +151,7 @@ class Sweep(NamedTuple):
     low: Float[Array, "B"]  # nor one that is lower after the temperature, relative to top
     place: Int[Array, "B N"]  # of the first threshold among the floats in their order
     shift: Int[Array, "1"]  # from each threshold to the next: 1 << shift places
-    alive: Int[Array, "B N slices"]  # 1: wanted
+    alive: Shaped[Array, "B N slices"]  # whether the slice is read at all
 
 
 def _weigh(
@@ -209,44 +210,40 @@ Weigh = Callable[[Sweep, int], Array]
 
 
 def _search(
-    policy: Policy, weigh: Weigh, x: Array, vocab: int, peak: Array, cuts: Array
+    policy: Policy, weigh: Weigh, x: Array, vocab: int, peak: Array, top: Array, scale: Array, cuts: Array
 ) -> tuple[Array, Array]:
     """Cut and log-total of the rows where ``cuts``; of the others anything."""
     by_k, by_p = cuts & (policy.top_k > 0), cuts & (policy.top_p < 1)
-    none = jnp.full(x.shape[:2], -jnp.inf)
-    low = jnp.full(cuts.shape, -jnp.inf)
-
-    def alive(rows: Array) -> Array:
-        return jnp.broadcast_to(each(rows), peak.shape)
-
-    def threshold(needed: Callable[[Array], Array], counts: Array, cut: Array, rows: Array) -> Array:
-        sweep = Sweep(counts, cut, low, jnp.full(x.shape[:2], LOWEST), jnp.zeros(1, jnp.int32), alive(rows))
-        return _threshold(x.dtype, weigh, needed, sweep)
+    weights = Sweep(
+        counts=jnp.zeros_like(policy.top_k),
+        cut=jnp.full(x.shape[:2], -jnp.inf),
+        low=jnp.full(cuts.shape, -jnp.inf),
+        place=jnp.full(x.shape[:2], LOWEST),
+        shift=jnp.zeros(1, jnp.int32),
+        alive=jnp.zeros(peak.shape, bool),
+    )
 
     def kth_greatest(cut: Array) -> Array:
+        sweep = weights._replace(
+            counts=jnp.ones_like(policy.top_k), alive=jnp.broadcast_to(each(by_k), peak.shape)
+        )
         k = jnp.minimum(policy.top_k, vocab).astype(jnp.float32)[:, None]
-        found = threshold(lambda whole: k + 0 * whole, jnp.ones_like(policy.top_k), none, by_k)
+        found = _threshold(x.dtype, weigh, lambda whole: k + 0 * whole, sweep)
         return jnp.where(by_k[:, None], found, cut)
 
     def nucleus(cut: Array) -> Array:
+        sweep = weights._replace(cut=cut, alive=each(by_p) & (peak >= cut[..., None]))
         p, least = policy.top_p[:, None], jnp.finfo(jnp.float32).tiny
-        needed = lambda whole: jnp.maximum(p * whole, least)  # noqa: E731
-        found = threshold(needed, jnp.zeros_like(policy.top_k), cut, by_p)
+        found = _threshold(x.dtype, weigh, lambda whole: jnp.maximum(p * whole, least), sweep)
         return jnp.where(by_p[:, None] & (found > cut), found, cut)
 
-    cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, none)
+    cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, weights.cut)
     cut = lax.cond(any_of(by_p), nucleus, lambda cut: cut, cut)
-    wanted = alive(cuts) & (peak >= cut[..., None])
-    sweep = Sweep(
-        jnp.zeros_like(policy.top_k),
-        cut,
-        jnp.log(policy.min_p),
-        jnp.full(x.shape[:2], LOWEST),
-        jnp.zeros(1, jnp.int32),
-        wanted.astype(jnp.int32),
-    )
-    kept = jnp.where(wanted, weigh(sweep, 1)[..., 0], 0.0)
-    return cut, jnp.log(jnp.sum(kept, axis=-1))
+    low = jnp.log(policy.min_p)
+    highest = (peak - top[..., None]) / each(scale)
+    alive = each(cuts) & (peak >= cut[..., None]) & (highest >= each(low) - 0.01)  # and not for an ulp less
+    parts = weigh(weights._replace(cut=cut, low=low, alive=alive), 1)[..., 0]
+    return cut, jnp.log(jnp.sum(jnp.where(alive, parts, 0.0), axis=-1))
 
 
 def _threshold(
@@ -260,8 +257,8 @@ def _threshold(
     def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         place, need, alive, above = state
         shift = 32 - BITS - BITS * i
-        now = sweep._replace(place=place, shift=shift[None], alive=alive.astype(jnp.int32))
-        parts = jnp.where(alive[..., None], weigh(now, 1 << BITS), above[..., None])
+        parts = weigh(sweep._replace(place=place, shift=shift[None], alive=alive), 1 << BITS)
+        parts = jnp.where(alive[..., None], parts, above[..., None])
         found = jnp.sum(parts, axis=2)
         need = jnp.where(i == 0, needed(found[..., 0]), need)  # all lies above the first place
         passed = jnp.sum(found[..., 1:] >= need[..., None], axis=-1)
