@@ -113,7 +113,7 @@ def _sweep(
         logq = fields.pop() if drawn else None
         part, sequence = lax.axis_index("slice"), lax.axis_index("row")
         of = Row(*(field[sequence] for field in fields))
-        start, ids, own = window(width, span)
+        start, ids, _ = window(width, span)
         at = pl.ds(start, span)
         logp = _law(of, x[sequence, of.node, at].astype(jnp.float32), ids)
 
@@ -132,10 +132,10 @@ def _sweep(
         noise = gumbel(key[sequence, 0], key[sequence, 1], ids, vocab)
         for i, law in enumerate((weights, logp)):
             total = law + noise
-            total = jnp.where(own & (total == total), total, -jnp.inf)
+            total = jnp.where(total == total, total, -jnp.inf)  # a bad row gives some id
             most = jnp.max(total)
             score[sequence, i, part] = most
-            best[sequence, i, part] = jnp.min(jnp.where(own & (total == most), ids, vocab - 1))
+            best[sequence, i, part] = jnp.min(jnp.where(total == most, ids, vocab - 1))
 
     drawn = logq is not None
     shape = batch, 2, -(-width // span)
