@@ -28,10 +28,10 @@ FEW = [(5, 3, "bfloat16", 128), (1000, 1, "float32", 512), (4097, 1, "bfloat16",
 
 
 def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
-    """Logits with ties in the first node, and in the last one (if another) rows that are hard or no law."""
+    """Logits with ties in the first of several rows, and in the last one what is hard or no law."""
     x = np.array(cases.logits(seed, nodes, vocab))
-    x[:, 0] = np.round(x[:, 0])
     if nodes > 1:
+        x[:, 0] = np.round(x[:, 0])
         x[0, -1, vocab // 2] = np.nan
         x[1, -1, vocab // 3] = np.inf
         x[2, -1] = -np.inf
@@ -91,20 +91,23 @@ def test_one_sweep_where_no_row_needs_a_threshold(monkeypatch):
     check_summary(policy, x, summarise_gpu.summarise(policy, x, interpret=GPU), wanted)
 
 
-def draws(seed: int, nodes: int, vocab: int, drawn: bool) -> tuple[law.End, jax.Array | None]:
-    """Where six sequences end: refused ids, q of a child, and rows where nothing is left."""
+def draws(seed: int, x: jax.Array, drawn: bool) -> tuple[law.End, jax.Array | None]:
+    """Where six sequences end: likely ids refused, q of a child, and rows where nothing is left."""
     draw = np.random.default_rng(seed)
-    refused = draw.integers(-1, vocab, (cases.BATCH, 3))
+    nodes, vocab = x.shape[1:]
+    node = draw.integers(0, nodes, cases.BATCH)
+    likely = np.argsort(np.asarray(x, np.float32)[np.arange(cases.BATCH), node], axis=-1)[:, -2:]
+    refused = np.concatenate([likely, np.full((cases.BATCH, 1), -1)], axis=1)
     if vocab <= 5:
         refused = np.tile(np.arange(vocab), (cases.BATCH, 1))  # all of them
         refused[:3, -1] = -1
     child = np.where(np.arange(cases.BATCH) % 3, np.arange(cases.BATCH) % nodes, -1)
     end = law.End(
-        node=jnp.asarray(draw.integers(0, nodes, cases.BATCH)),
+        node=jnp.asarray(node),
         key=cases.row_keys(100 * seed + vocab),
         refused=jnp.asarray(refused),
         child=jnp.asarray(child) if drawn else jnp.full(cases.BATCH, -1),
-        log_reach=jnp.asarray(-draw.uniform(0, 0.3, cases.BATCH), jnp.float32),
+        log_reach=jnp.asarray(-draw.uniform(0, 2, cases.BATCH), jnp.float32),
     )
     logq = jax.nn.log_softmax(2 * jax.random.normal(jax.random.key(seed), (cases.BATCH, nodes, vocab)))
     return end, logq.at[4].set(0.0) if drawn else None  # q = 1: nothing is left
@@ -122,10 +125,10 @@ def test_races(vocab, nodes, dtype, span, drawn):
     policy = cases.settings(vocab)
     kernel = jax.jit(functools.partial(race_gpu.race, span=span, interpret=GPU))
     reference = jax.jit(law.race_ref)
-    for seed in range(2):
+    for seed in range(6):
         x = hard(seed, nodes, vocab, dtype)
         summary = law.summarise_ref(policy, x)
-        end, logq = draws(seed, nodes, vocab, drawn)
+        end, logq = draws(seed, x, drawn)
         (token, logp), wanted = (each(policy, x, summary, end, logq) for each in (kernel, reference))
         good = np.isfinite(summary.top[np.arange(cases.BATCH), end.node])
         np.testing.assert_array_equal(np.where(good, token, 0), np.where(good, wanted[0], 0))
@@ -185,7 +188,7 @@ def test_verdicts_are_those_of_the_walk(rule, tree_of, seeds):
 def test_what_the_kernels_refuse(shape, dtype, span, message):
     policy = jax.tree.map(lambda part: part[:1], cases.settings(5))
     summary = law.Summary(*[jnp.zeros((1, 1))] * 3, jnp.zeros((1, 1), int))
-    end = jax.tree.map(lambda part: part[:1], draws(0, 1, 5, False)[0])
+    end = jax.tree.map(lambda part: part[:1], draws(0, cases.logits(0, 1, 5), False)[0])
     x = jax.ShapeDtypeStruct(shape, dtype)
     for call in (
         lambda x: summarise_gpu.summarise(policy, x, span=span),
