@@ -1,0 +1,187 @@
+"""The second pass of fused verification on Hopper GPUs: the draw that ends a round.
+
+`jspec.pallas.law.race_ref` says what is drawn. One kernel, grid (slices, B): a program is one
+warpgroup with ``span`` ids in its registers, of the one row of logits that its sequence draws
+from and of one row of ``logq`` where a drawn draft was refused. It makes the two random words of
+each id (threefry: 220 integer operations an id, so even one sequence is spread over the
+chip), turns them into noise, and gives the best id and its score twice: among what is left of p,
+and of p itself, for where nothing is left. XLA joins the slices. **A row is read once**, so that
+with the first pass each logit is read 1 + 1 / N times.
+
+The words are those of `jax.random.bits` bit for bit; the noise is `jspec.sampling.keys`'s up to
+a few units in the last place, for there is no ``log1p`` in Mosaic GPU: log(w) z / (w - 1) with
+w = 1 + z is as exact. So tokens are equal but for near ties. Static: the shapes, the dtypes and
+``span``; traced: everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.pallas import compat
+from jspec.pallas.law import End, Summary
+from jspec.pallas.summarise_gpu import check, slices, widen, window
+from jspec.sampling.policy import Policy
+
+
+class Row(NamedTuple):
+    """What the kernel needs of each sequence, beside logits, key and refused ids."""
+
+    node: Int[Array, "B"]
+    child: Int[Array, "B"]  # -1: none
+    best: Int[Array, "B"]  # where all mass is; -1: at a temperature above 0
+    scale: Float[Array, "B"]
+    low: Float[Array, "B"]  # least logit after the temperature, relative to top
+    top: Float[Array, "B"]
+    cut: Float[Array, "B"]
+    log_total: Float[Array, "B"]
+    log_reach: Float[Array, "B"]
+
+
+def race(
+    policy: Policy,
+    x: Float[Array, "B N V"],
+    summary: Summary,
+    end: End,
+    logq: Float[Array, "B N V"] | None = None,
+    *,
+    span: int = 1024,
+    interpret: Any = False,
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """`jspec.pallas.law.race_ref` as a kernel; ``span`` ids a program, a multiple of 128.
+
+    Raises:
+        JspecError: logits or ``logq`` that are neither float32 nor bfloat16, or 2**24 ids or more.
+    """
+    check(x, "logits")
+    sequence, vocab = jnp.arange(x.shape[0]), x.shape[-1]
+    top, cut, log_total, best = (part[sequence, end.node] for part in summary)
+    warm = policy.temperature > 0
+    row = Row(
+        node=end.node,
+        child=end.child,
+        best=jnp.where(warm, -1, best),
+        scale=jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 1.0),
+        low=jnp.log(policy.min_p),
+        top=top,
+        cut=cut,
+        log_total=log_total,
+        log_reach=end.log_reach,
+    )
+    if logq is not None:
+        check(logq, "logq")
+        logq = widen(logq)
+    score, ids = _sweep(row, widen(x), end.key, end.refused, logq, vocab, span, interpret)
+    winner = jnp.argmax(score, axis=-1)  # the first slice of the best: the lowest id
+    left, any_left = (jnp.take_along_axis(part, winner[..., None], axis=-1)[..., 0] for part in (ids, score))
+    token = jnp.where(any_left[:, 0] > -jnp.inf, left[:, 0], left[:, 1])
+    own = x[sequence, end.node, token].astype(jnp.float32)
+    return token, _law(row, own, token)
+
+
+def _law(row: Row, x: Array, ids: Array) -> Array:
+    """log p of ids of one row with these logits; ``row`` holds single values or as many."""
+    scaled = (x - row.top) / row.scale
+    warm = jnp.where((x < row.cut) | (scaled < row.low), -jnp.inf, scaled) - row.log_total
+    best = jnp.broadcast_to(row.best, ids.shape)
+    cold = jnp.where(ids == best, 0.0, -jnp.inf) + 0 * row.top  # NaN stays
+    return jnp.where(best < 0, warm, cold)
+
+
+def _sweep(
+    row: Row,
+    x: Float[Array, "B N W"],
+    key: UInt32[Array, "B 2"],
+    refused: Int[Array, "B M"],
+    logq: Float[Array, "B N W"] | None,
+    vocab: int,
+    span: int,
+    interpret: Any,
+) -> tuple[Float[Array, "B 2 slices"], Int[Array, "B 2 slices"]]:
+    """The best score of each slice and its lowest id: of what is left, and of all."""
+    batch, _, width = x.shape
+    span = min(slices(x, span), span if logq is None else slices(logq, span))
+
+    def body(x, key, refused, *refs):
+        *fields, score, best = refs
+        logq = fields.pop() if drawn else None
+        part, sequence = lax.axis_index("slice"), lax.axis_index("row")
+        of = Row(*(field[sequence] for field in fields))
+        start, ids, _ = window(width, span)
+        at = pl.ds(start, span)
+        logp = _law(of, x[sequence, of.node, at].astype(jnp.float32), ids)
+
+        def without_refused() -> Array:
+            def one(i: Array, weights: Array) -> Array:
+                return jnp.where(ids == refused[sequence, i], -jnp.inf, weights)
+
+            return lax.fori_loop(0, refused.shape[1], one, logp)
+
+        def excess() -> Array:
+            assert logq is not None
+            q = jnp.exp(logq[sequence, of.child, at].astype(jnp.float32))
+            return jnp.log(jnp.maximum(jnp.exp(logp + of.log_reach) - q, 0.0))
+
+        weights = lax.cond(of.child < 0, without_refused, excess) if drawn else without_refused()
+        noise = gumbel(key[sequence, 0], key[sequence, 1], ids, vocab)
+        for i, law in enumerate((weights, logp)):
+            total = law + noise
+            total = jnp.where(total == total, total, -jnp.inf)  # a bad row gives some id
+            most = jnp.max(total)
+            score[sequence, i, part] = most
+            best[sequence, i, part] = jnp.min(jnp.where(total == most, ids, vocab - 1))
+
+    drawn = logq is not None
+    shape = batch, 2, -(-width // span)
+    return compat.gpu_kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)),
+        grid=(shape[2], batch),
+        grid_names=("slice", "row"),
+        interpret=interpret,
+    )(x, key, refused, *row, *((logq,) if drawn else ()))
+
+
+def gumbel(high: Array, low: Array, ids: Int[Array, "W"], vocab: int) -> Float[Array, "W"]:
+    """`jspec.sampling.keys.gumbel` of a key's two words at some of its ``vocab`` ids."""
+    counter = ids.astype(jnp.uint32)
+    return _gumbel_of_bits(*(threefry(high, low, counter + jnp.uint32(i * vocab)) for i in range(2)))
+
+
+def _gumbel_of_bits(high: UInt32[Array, "W"], low: UInt32[Array, "W"]) -> Float[Array, "W"]:
+    """`jspec.sampling.keys.gumbel_of_bits` without log1p."""
+
+    def uniform(bits: Array) -> Array:  # in [0, 1)
+        one = lax.shift_right_logical(bits, jnp.uint32(9)) | jnp.uint32(0x3F800000)
+        return lax.bitcast_convert_type(one, jnp.float32) - 1.0
+
+    first = uniform(high)
+    fine = first + (uniform(low) * jnp.float32(2.0**-23) + jnp.float32(2.0**-47))
+    u = jnp.where(first >= 0.5, first, fine)
+    w = 1.0 - u
+    exact = w == 1.0
+    log1p = jnp.log(w) * (u / jnp.where(exact, 1.0, 1.0 - w))  # 1 - w is exact
+    return -jnp.log(jnp.where(exact, u, -log1p))
+
+
+def threefry(high: Array, low: Array, counter: UInt32[Array, "*any"]) -> UInt32[Array, "*any"]:
+    """The 32 random bits that `jax.random.bits` gives the key (high, low) at a flat index below 2**32.
+
+    Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the counter (0, index); both halves xored.
+    """
+    keys = high, low, high ^ low ^ jnp.uint32(0x1BD11BDA)
+    first, second = jnp.full(counter.shape, keys[0]), counter + keys[1]
+    for step in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[step % 2]:
+            first = first + second
+            left = lax.shift_left(second, jnp.uint32(turn))
+            second = first ^ (left | lax.shift_right_logical(second, jnp.uint32(32 - turn)))
+        first = first + keys[(step + 1) % 3]
+        second = second + (keys[(step + 2) % 3] + jnp.uint32(step + 1))
+    return first ^ second

@@ -1,0 +1,198 @@
+"""The GPU kernels of fused verification against their references, on a simulated Hopper GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.errors import JspecError
+from jspec.pallas import compat, law, race_gpu, summarise_gpu
+from jspec.pallas import verify as fused
+from jspec.sampling import keys, walk
+from tests.pallas import test_verify
+from tests.pallas import verify_cases as cases
+
+GPU = compat.gpu_interpreter()
+SHAPES = [  # ids, rows a sequence, dtype, ids a program
+    pytest.param(vocab, nodes, dtype, span, marks=pytest.mark.slow)
+    for vocab in (1, 5, 257, 1000, 4097)
+    for nodes in (1, 2, 7)
+    for dtype in ("float32", "bfloat16")
+    for span in (256, 1024)
+]
+FEW = [(5, 3, "bfloat16", 128), (1000, 1, "float32", 512), (4097, 1, "bfloat16", 4096)]
+
+
+def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
+    """Logits with ties in the first of several rows, and in the last one what is hard or no law."""
+    x = np.array(cases.logits(seed, nodes, vocab))
+    if nodes > 1:
+        x[:, 0] = np.round(x[:, 0])
+        x[0, -1, vocab // 2] = np.nan
+        x[1, -1, vocab // 3] = np.inf
+        x[2, -1] = -np.inf
+        x[3, -1, vocab // 2 :] = x[3, -1, 0] - 200
+        x[3, -1, 1::2] = -np.inf
+        x[4, -1] = 7.25
+        x[5, -1] = np.where(np.arange(vocab) % 3 == 0, -0.0, 0.0)
+    return jnp.asarray(x, dtype)
+
+
+def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
+    x = np.asarray(x, np.float64)
+    np.testing.assert_array_equal(got.top, wanted.top)
+    np.testing.assert_array_equal(got.best, wanted.best)
+    for row, node in np.argwhere(np.isfinite(wanted.top)):
+        temperature, k, p, min_p = (float(part[row]) for part in policy[:4])
+        if temperature == 0:
+            continue
+        cut = float(got.cut[row, node])
+        if k > 0 and p == 1:
+            assert cut == wanted.cut[row, node]
+        weight = np.exp((x[row, node] - x[row, node].max()) / temperature)
+        kept = weight * (x[row, node] >= cut)
+        if p < 1:  # the definition: rounding may move the cut by an id that hardly matters
+            least = np.sort(x[row, node])[-min(int(k), x.shape[2])] if k else -np.inf
+            whole = weight[x[row, node] >= least].sum()
+            assert cut >= least
+            assert kept.sum() >= (p - 1e-6) * whole
+            assert weight[x[row, node] > cut].sum() < (p + 1e-6) * whole
+        total = kept[weight >= min_p * (1 - 1e-6)].sum()
+        assert np.log(total) == pytest.approx(float(got.log_total[row, node]), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), FEW + SHAPES)
+def test_summaries(vocab, nodes, dtype, span):
+    policy = cases.settings(vocab)
+    kernel = jax.jit(functools.partial(summarise_gpu.summarise, span=span, interpret=GPU))
+    x = hard(vocab, nodes, vocab, dtype)
+    check_summary(policy, x, kernel(policy, x), law.summarise_ref(policy, x))
+
+
+def test_one_sweep_where_no_row_needs_a_threshold(monkeypatch):
+    """Neither a greedy row's top-k nor switches that are off; `cond` takes a branch as it is built."""
+
+    def refuse(*args, **options):
+        raise AssertionError("a second sweep")
+
+    off = dict(
+        top_k=jnp.zeros(cases.BATCH, int).at[0].set(3),
+        top_p=jnp.ones(cases.BATCH),
+        min_p=jnp.zeros(cases.BATCH),
+    )
+    policy, x = cases.settings(257)._replace(**off), hard(0, 1, 257, "float32")
+    wanted = law.summarise_ref(policy, x)
+    monkeypatch.setattr(jax.lax, "cond", lambda take, yes, no, *given: (yes if take else no)(*given))
+    monkeypatch.setattr(summarise_gpu, "_weigh", refuse)
+    check_summary(policy, x, summarise_gpu.summarise(policy, x, interpret=GPU), wanted)
+
+
+def draws(seed: int, x: jax.Array, drawn: bool) -> tuple[law.End, jax.Array | None]:
+    """Where six sequences end: likely ids refused, q of a child, and rows where nothing is left."""
+    draw = np.random.default_rng(seed)
+    nodes, vocab = x.shape[1:]
+    node = draw.integers(0, nodes, cases.BATCH)
+    likely = np.argsort(np.asarray(x, np.float32)[np.arange(cases.BATCH), node], axis=-1)[:, -2:]
+    refused = np.concatenate([likely, np.full((cases.BATCH, 1), -1)], axis=1)
+    if vocab <= 5:
+        refused = np.tile(np.arange(vocab), (cases.BATCH, 1))  # all of them
+        refused[:3, -1] = -1
+    child = np.where(np.arange(cases.BATCH) % 3, np.arange(cases.BATCH) % nodes, -1)
+    end = law.End(
+        node=jnp.asarray(node),
+        key=cases.row_keys(100 * seed + vocab),
+        refused=jnp.asarray(refused),
+        child=jnp.asarray(child) if drawn else jnp.full(cases.BATCH, -1),
+        log_reach=jnp.asarray(-draw.uniform(0, 2, cases.BATCH), jnp.float32),
+    )
+    logq = jax.nn.log_softmax(2 * jax.random.normal(jax.random.key(seed), (cases.BATCH, nodes, vocab)))
+    return end, logq.at[4].set(0.0) if drawn else None  # q = 1: nothing is left
+
+
+RACES = [(1, 1, "float32", 128, False), (5, 3, "bfloat16", 128, True), (1000, 2, "float32", 256, True)]
+RACES += [(4097, 1, "bfloat16", 1024, False)]
+RACES += [
+    pytest.param(*each.values, drawn, marks=pytest.mark.slow) for each in SHAPES for drawn in (False, True)
+]
+
+
+@pytest.mark.parametrize(("vocab", "nodes", "dtype", "span", "drawn"), RACES)
+def test_races(vocab, nodes, dtype, span, drawn):
+    policy = cases.settings(vocab)
+    kernel = jax.jit(functools.partial(race_gpu.race, span=span, interpret=GPU))
+    reference = jax.jit(law.race_ref)
+    for seed in range(6):
+        x = hard(seed, nodes, vocab, dtype)
+        summary = law.summarise_ref(policy, x)
+        end, logq = draws(seed, x, drawn)
+        (token, logp), wanted = (each(policy, x, summary, end, logq) for each in (kernel, reference))
+        good = np.isfinite(summary.top[np.arange(cases.BATCH), end.node])
+        np.testing.assert_array_equal(np.where(good, token, 0), np.where(good, wanted[0], 0))
+        np.testing.assert_allclose(np.where(good, logp, 0), np.where(good, wanted[1], 0), atol=1e-5)
+        assert not np.any(np.isfinite(logp) & ~good)
+        assert np.all((token >= 0) & (token < vocab))
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 4097, 128256])
+def test_the_words_are_those_of_jax(vocab):
+    for key in cases.row_keys(vocab):
+        words = jax.random.bits(keys.wrap(key), (2, vocab), jnp.uint32)
+        counter = jnp.arange(2 * vocab, dtype=jnp.uint32).reshape(2, vocab)
+        np.testing.assert_array_equal(words, race_gpu.threefry(key[0], key[1], counter))
+        noise = race_gpu.gumbel(key[0], key[1], jnp.arange(vocab), vocab)
+        wanted = keys.gumbel_of_bits(*words)
+        np.testing.assert_allclose(noise, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_noise_at_the_ends_of_its_range():
+    words = jnp.uint32([0, 1, 511, 512, 1 << 31, (1 << 31) - 1, (1 << 32) - 512, (1 << 32) - 1])
+    high, low = jnp.meshgrid(words, words)
+    noise = race_gpu._gumbel_of_bits(high.ravel(), low.ravel())
+    np.testing.assert_allclose(noise, keys.gumbel_of_bits(high, low).ravel(), rtol=1e-6, atol=2e-6)
+
+
+ROUNDS = [(rule, tree_of, 3) for rule in ("greedy", "token", "coupled") for tree_of in (False, True)]
+ROUNDS = [("token", True, 1)] + [pytest.param(*each, marks=pytest.mark.slow) for each in ROUNDS]
+
+
+@pytest.mark.parametrize(("rule", "tree_of", "seeds"), ROUNDS)
+def test_verdicts_are_those_of_the_walk(rule, tree_of, seeds):
+    vocab, nodes = 23, 3
+    kernels = summarise_gpu.summarise, race_gpu.race
+    decide = fused.make(*(functools.partial(kernel, interpret=GPU) for kernel in kernels))
+    policy, history = cases.settings(vocab), cases.history(vocab)
+    accepted = 0
+    for seed in range(seeds):
+        drawn = rule == "token" and not tree_of
+        proposal = cases.proposal(seed, nodes, vocab, tree_of=tree_of, drawn=drawn)
+        x = cases.logits(seed, nodes, vocab).at[:, :, :3].add(4)
+        given = policy, history, cases.row_keys(seed), jnp.arange(cases.BATCH) + seed, proposal, x
+        plain, got = (test_verify.compiled(d, rule)(*given, depth=nodes - 1) for d in (walk.decide, decide))
+        test_verify.same(plain, got)
+        accepted += int(plain.accepted.sum())
+    assert accepted > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "span", "message"),
+    [
+        ((1, 1, 300), "float16", 128, "float32 or bfloat16, not float16"),
+        ((1, 1, 1 << 24), "float32", 128, "less than 16777216 ids, not 16777216"),
+        ((1, 1, 300), "float32", 200, "span is 200; it must be a multiple of 128"),
+    ],
+)
+def test_what_the_kernels_refuse(shape, dtype, span, message):
+    policy = jax.tree.map(lambda part: part[:1], cases.settings(5))
+    summary = law.Summary(*[jnp.zeros((1, 1))] * 3, jnp.zeros((1, 1), int))
+    end = jax.tree.map(lambda part: part[:1], draws(0, cases.logits(0, 1, 5), False)[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    for call in (
+        lambda x: summarise_gpu.summarise(policy, x, span=span),
+        lambda x: race_gpu.race(policy, x, summary, end, span=span),
+    ):
+        with pytest.raises(JspecError, match=message):
+            jax.eval_shape(call, x)
