@@ -1,255 +1,224 @@
-"""Verification attention on Hopper GPUs (Mosaic GPU)."""
+"""Verification attention on Hopper GPUs, in Mosaic GPU: flash decoding with tensor cores.
+
+Grid: (splits, K x tiles, B), one warpgroup each. A tile is up to 64 query rows that share
+a kv head, row ``t * G + g``: the M of one wgmma. A split is a run of a row's visible
+blocks of ``block`` slots; K and V of each go once from global to shared memory, the next
+`STAGES` ahead by TMA. Per block: scores = Q Kᵀ (wgmma), online softmax in registers,
+weights to shared memory in bfloat16, then weights V (wgmma). The float32 sums of each
+split, its maximum and its total are written out and merged in jnp by log-sum-exp.
+
+Blocks that all rows see whole, which in a long cache is nearly all, take no mask. In the
+others scores get one, and values that no row sees are set to 0 in shared memory first:
+a stale NaN would pass through 0 * NaN. A tree comes as two words of bits a row.
+
+Static: all shapes, T, R, splits, block, window and the soft cap. Traced: lengths, masks
+and depths, and with them how many blocks a program copies, which may be none.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.errors import JspecError
-from jspec.models.layers import soft_cap
 from jspec.pallas import compat
 from jspec.pallas.attention import MAX_NODES, pack
+from jspec.pallas.attention_gpu_body import SMEM_BYTES, TILE, Facts, Shape, kernel, scratch
 
-TILE = 64
-SMS = 132
-STAGES = 4
-LOW = -1e30
+__all__ = ["attend", "bytes_moved"]
 
-
-class Shape(NamedTuple):
-    batch: int
-    rows: int
-    scratch: int
-    heads: int
-    kv_heads: int
-    slots: int  # of the ring, where it is one
-    channels: int
-    tree: bool
-    window: int | None
-    softcap: float | None
-    scale: float
-    block: int
-    splits: int
-
-    @property
-    def group(self):
-        return self.heads // self.kv_heads
-
-    @property
-    def tiles(self):
-        return -(-self.rows * self.group // TILE)
-
-    @property
-    def kept(self):
-        return min(TILE, -(-self.rows * self.group // 8) * 8)
-
-    @property
-    def blocks(self):
-        return -(-self.slots // self.block)
+CHANNELS = (64, 128)
+MULTIPROCESSORS = 132
 
 
-FIRST, COUNT, LENGTH, TOP, SEEN0, SEEN1, LOW_MIN, LOW_MAX = range(8)
+def attend(
+    query: Float[Array, "B T H C"],
+    keys: Float[Array, "B K S C"],
+    values: Float[Array, "B K S C"],
+    length: Int[Array, "B"],
+    mask: Bool[Array, "B T R"] | None,
+    scale: float,
+    *,
+    window: int | None = None,
+    depth: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
+    interpret: Any = False,
+    splits: int | None = None,
+    block: int = 64,
+) -> Float[Array, "B T H C"]:
+    """`jspec.models.layers.attend` on a Hopper GPU, for a bfloat16 cache and query.
 
-
-def spans(length, rows, scratch, slots, window, block):
-    newest = length + scratch - 1
-    blocks = -(-slots // block)
-    if window is None:
-        last = jnp.minimum(newest, slots - 1)
-        return jnp.zeros_like(length), last // block + 1
-    oldest = jnp.maximum(jnp.maximum(length - window + 1, 0), newest - slots + 1)
-    first, last = oldest % slots, newest % slots
-    straight = last // block - first // block + 1
-    wrapped = jnp.minimum(blocks - first // block + last // block + 1, blocks)
-    return first // block, jnp.where(first <= last, straight, wrapped)
-
-
-def visible(shape: Shape, slot, start, fact, words, low):
-    node = slot - fact(LENGTH)
-    if shape.window is not None:
-        # top: newest position; a slot holds the newest position that falls on it
-        newest = lax.rem(fact(TOP), shape.slots)
-        node = jnp.where(slot <= newest, node + (fact(TOP) - newest), node + (fact(TOP) - newest - shape.slots))
-        near = (node > low) & (node + fact(LENGTH) >= 0)
-    if shape.tree:
-        word = jnp.where(node < 32, words[0], words[1])
-        bit = lax.shift_right_logical(word, node & 31) & 1
-        seen = (node >= 0) & (node < shape.scratch) & (bit == 1)
-        committed = node < 0
-        seen = seen | (committed if shape.window is None else committed & near)
-    else:
-        seen = node <= words[0]
-        if shape.window is not None:
-            seen = seen & near
-    if shape.slots % shape.block:
-        seen = seen & (slot >= start) & (slot < shape.slots)
-    return seen
-
-
-def kernel(shape: Shape, interpret, query, keys, values, infos, facts, out, stats, q_smem, k_smem, v_smem, p_smem, info_smem, out_smem, stat_smem, q_bar, k_bar, v_bar):
-    block, channels = shape.block, shape.channels
-    split, tile, row = (lax.axis_index(n) for n in ("split", "tile", "row"))
-    head = tile // shape.tiles if shape.tiles > 1 else tile
-    part = tile % shape.tiles if shape.tiles > 1 else 0
-    fact = lambda index: facts[row, index]
-    each = (fact(COUNT) + shape.splits - 1) // shape.splits
-    begin = split * each
-    steps = jnp.clip(fact(COUNT) - begin, 0, each)
-    words = infos.shape[2]
-
-    plgpu.copy_gmem_to_smem(query.at[row, tile], q_smem, q_bar.at[0])
-    plgpu.copy_gmem_to_smem(infos.at[row, part], info_smem, q_bar.at[1])
-
-    def begins(step):
-        index = fact(FIRST) + begin + step
-        index = jnp.where(index >= shape.blocks, index - shape.blocks, index)
-        start = index * block
-        return start, jnp.minimum(start, keys.shape[2] - block)
-
-    def fetch(step, slot):
-        _, start = begins(step)
-        at = (row, head, pl.ds(start, block))
-        plgpu.copy_gmem_to_smem(keys.at[at], k_smem.at[slot], k_bar.at[slot])
-        plgpu.copy_gmem_to_smem(values.at[at], v_smem.at[slot], v_bar.at[slot])
-
-    for stage in range(STAGES):
-        pl.when(stage < steps)(partial(fetch, stage, stage))
-    plgpu.barrier_wait(q_bar.at[0])
-    plgpu.barrier_wait(q_bar.at[1])
-
-    def body(step, carry):
-        acc, top, total = carry
-        slot = lax.rem(step, STAGES)
-        nominal, start = begins(step)
-        plgpu.barrier_wait(k_bar.at[slot])
-
-        def product(ref):
-            plgpu.wgmma(ref, q_smem, k_smem.at[slot].T)
-            return ref[...]
-
-        if interpret and not compat.INTERPRETS_TRANSPOSED:
-            scores = lax.dot_general(q_smem[...], k_smem[slot], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        else:
-            scores = pl.run_scoped(product, plgpu.ACC((TILE, block), jnp.float32))
-        scores = scores * shape.scale
-        if shape.softcap is not None:
-            scores = soft_cap(scores, shape.softcap)
-        scores = scores * math.log2(math.e)
-
-        spread = lambda v: lax.broadcast_in_dim(v, (TILE, block), [0])
-        hint = (lambda x, layout: x) if interpret else plgpu.layout_cast
-        at = hint(lax.broadcasted_iota(jnp.int32, (TILE, block), 1), plgpu.Layout.WGMMA) + start
-        seen = visible(shape, at, nominal, fact, [spread(info_smem[0]), spread(info_smem[1])] if shape.tree else [spread(info_smem[0])], spread(info_smem[words - 1]) if shape.window is not None else None)
-        scores = jnp.where(seen, scores, -jnp.inf)
-
-        above = jnp.maximum(top, jnp.max(scores, axis=1))
-        shrink = jnp.exp2(top - above)
-        weights = jnp.exp2(scores - spread(above))
-        total = total * shrink + jnp.sum(weights, axis=1)
-        p_smem[...] = weights.astype(p_smem.dtype)
-        plgpu.barrier_wait(v_bar.at[slot])
-
-        @pl.when(start + block > fact(LENGTH))
-        def _():
-            at = hint(lax.broadcasted_iota(jnp.int32, (block, channels), 0), plgpu.Layout.WGMMA) + start
-            seen = visible(shape, at, nominal, fact, [fact(SEEN0), fact(SEEN1)], fact(LOW_MIN))
-            v_smem[slot] = jnp.where(seen, v_smem[slot], jnp.zeros((), v_smem.dtype))
-
-        plgpu.commit_smem()
-
-        def mix(ref):
-            plgpu.wgmma(ref, p_smem, v_smem.at[slot])
-            return ref[...]
-
-        mixed = pl.run_scoped(mix, plgpu.ACC((TILE, channels), jnp.float32))
-        acc = acc * lax.broadcast_in_dim(shrink, (TILE, channels), [0]) + mixed
-        pl.when(step + STAGES < steps)(partial(fetch, step + STAGES, slot))
-        return acc, above, total
-
-    hint = (lambda x, layout: x) if interpret else plgpu.layout_cast
-    R1 = plgpu.Layout.WGMMA.reduce(1)
-    init = (hint(jnp.zeros((TILE, channels), jnp.float32), plgpu.Layout.WGMMA), hint(jnp.full((TILE,), LOW, jnp.float32), R1), hint(jnp.zeros((TILE,), jnp.float32), R1))
-    acc, top, total = lax.fori_loop(0, steps, body, init)
-    out_smem[...] = acc
-    stat_smem[0] = top
-    stat_smem[1] = total
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, shape.kept)], out.at[row, tile, split])
-    plgpu.copy_smem_to_gmem(stat_smem, stats.at[row, tile, split])
-    plgpu.wait_smem_to_gmem(0)
-
-
-def attend(query, keys, values, length, mask, scale, *, window=None, depth=None, softcap=None, interpret=False, splits=None, block=64):
-    batch, rows, heads, channels = query.shape
-    kv_heads, slots = keys.shape[1], keys.shape[2]
-    scratch = rows if mask is None else mask.shape[2]
-    tiles = -(-rows * (heads // kv_heads) // TILE)
-    blocks = -(-slots // block)
-    if splits is None:
-        splits = max(1, min(blocks, SMS // (batch * kv_heads * tiles)))
-    shape = Shape(batch, rows, scratch, heads, kv_heads, slots, channels, mask is not None, window, softcap, scale, block, splits)
-    if slots < block:
-        pad = ((0, 0), (0, 0), (0, block - slots), (0, 0))
-        keys, values = jnp.pad(keys, pad), jnp.pad(values, pad)
-    group = shape.group
-    padded = tiles * TILE
-
-    def to_tiles(x, fill=0):  # [B, T, ...] -> rows of tiles, row-major t, g
-        x = jnp.repeat(x, group, axis=1)
-        x = jnp.pad(x, ((0, 0), (0, padded - rows * group)), constant_values=fill)
-        return x.reshape(batch, tiles, TILE)
-
-    row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, rows))
-    depth = row if depth is None else depth.astype(jnp.int32)
-    low = depth - (window or 0)
-    if mask is None:
-        infos = [to_tiles(row)]
-        seen = jnp.full((batch, 2), rows - 1, jnp.int32)
-    else:
-        if window is not None:
-            mask = mask & (depth[:, :, None] - depth[:, None, :] < window)
-        words = lax.bitcast_convert_type(pack(mask), jnp.int32)
-        infos = [to_tiles(words[..., 0]), to_tiles(words[..., 1])]
-        seen = lax.bitcast_convert_type(pack(jnp.any(mask, axis=1, keepdims=True)), jnp.int32)[:, 0]
-    if window is not None:
-        infos.append(to_tiles(low))
-    infos = jnp.stack(infos, axis=2)
-    length = length.astype(jnp.int32)
-    first, count = spans(length, rows, scratch, slots, window, block)
-    facts = jnp.stack([first, count, length, length + scratch - 1, seen[:, 0], seen[:, 1], jnp.min(low, 1), jnp.max(low, 1)], axis=1).astype(jnp.int32)
-
-    q = query.reshape(batch, rows, kv_heads, group, channels).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, channels)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows * group), (0, 0))).reshape(batch, kv_heads * tiles, TILE, channels).astype(keys.dtype)
-    dtype = keys.dtype
-    call = compat.gpu_kernel(
-        partial(kernel, shape, interpret),
-        out_type=(jax.ShapeDtypeStruct((batch, kv_heads * tiles, splits, shape.kept, channels), jnp.float32), jax.ShapeDtypeStruct((batch, kv_heads * tiles, splits, 2, TILE), jnp.float32)),
-        grid=(splits, kv_heads * tiles, batch), grid_names=("split", "tile", "row"),
-        scratch_types=[
-            plgpu.SMEM((TILE, channels), dtype),
-            plgpu.SMEM((STAGES, block, channels), dtype),
-            plgpu.SMEM((STAGES, block, channels), dtype),
-            plgpu.SMEM((TILE, block), dtype),
-            plgpu.SMEM(infos.shape[2:], jnp.int32),
-            plgpu.SMEM((TILE, channels), jnp.float32),
-            plgpu.SMEM((2, TILE), jnp.float32),
-            plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_barriers=STAGES),
-        ],
+    C is 64 or 128; a tree has at most 64 scratch rows, a chain any number. ``splits``:
+    programs that share a kv head's cache (default: as many as fill the chip). ``block``:
+    slots in a copy, a multiple of 64. ``interpret``: False or `compat.gpu_interpreter()`.
+    Raises `JspecError` for what it cannot take.
+    """
+    shape = _shape(query, keys, values, mask, window, splits, block)
+    infos, facts = _describe(shape, length, mask, depth)
+    if shape.slots < block:
+        missing = ((0, 0), (0, 0), (0, block - shape.slots), (0, 0))
+        keys, values = jnp.pad(keys, missing), jnp.pad(values, missing)
+    programs = (shape.batch, shape.kv_heads * shape.tiles, shape.splits)
+    run = compat.gpu_kernel(
+        partial(kernel, shape, scale, softcap, interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((*programs, shape.kept, shape.channels), jnp.float32),
+            jax.ShapeDtypeStruct((*programs, 2, TILE), jnp.float32),
+        ),
+        grid=programs[::-1],
+        grid_names=("split", "tile", "row"),
+        scratch_types=[*scratch(shape)],
         interpret=interpret,
     )
-    parts, stats = call(q, keys, values, infos, facts)
-    stats = stats[..., : shape.kept]
-    top, total = stats[:, :, :, 0], stats[:, :, :, 1]
+    sums, stats = run(_to_tiles(shape, query), keys, values, infos, facts)
+    return _merge(shape, sums, stats[..., : shape.kept]).astype(values.dtype)
+
+
+def bytes_moved(
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    slots: int,
+    lengths: Sequence[int],
+    scratch: int | None = None,
+    window: int | None = None,
+    splits: int | None = None,
+    block: int = 64,
+) -> int:
+    """Bytes that the kernel's copies move, both ways, for a query of this shape [B, T, H, C].
+
+    ``scratch``: R of a tree; None: a chain. Llama 3 8B at 8k tokens, eight rows against one:
+
+    >>> one, eight = (bytes_moved((1, rows, 32, 128), 8, 8320, [8192]) for rows in (1, 8))
+    >>> one, eight
+    (34734080, 36962304)
+    """
+    batch, rows, heads, channels = shape
+    plan = _plan(batch, rows, heads, channels, kv_heads, slots, scratch, window, splits, block)
+    shallow = jnp.full((batch,), -(window or 0))
+    _, count = _span(plan, jnp.asarray(lengths), shallow)
+    blocks = int(jnp.sum(count)) * kv_heads * plan.tiles
+    programs = batch * kv_heads * plan.tiles * plan.splits
+    query = plan.kept * channels * 2 + plan.words * TILE * 4
+    result = plan.kept * channels * 4 + 2 * TILE * 4
+    return blocks * block * channels * 2 * 2 + programs * (query + result)
+
+
+def _plan(
+    batch: int,
+    rows: int,
+    heads: int,
+    channels: int,
+    kv_heads: int,
+    slots: int,
+    scratch: int | None,
+    window: int | None,
+    splits: int | None,
+    block: int,
+) -> Shape:
+    """The static side of a call, checked against what the kernel can take."""
+    if heads % kv_heads:
+        raise JspecError(f"attention on GPU: {heads} query heads are no multiple of {kv_heads} kv heads")
+    if channels not in CHANNELS:
+        raise JspecError(f"attention on GPU takes heads of 64 or 128 channels, not {channels}")
+    if scratch is not None and not rows <= scratch <= MAX_NODES:
+        raise JspecError(f"attention on GPU takes trees of {rows} (T) to {MAX_NODES} nodes, not {scratch}")
+    if window is not None and scratch not in (None, rows):
+        raise JspecError("a layer with a window takes its scratch rows in one pass")
+    if splits is not None and splits < 1:
+        raise JspecError(f"attention on GPU needs at least 1 split, not {splits}")
+    tree = scratch is not None
+    shape = Shape(
+        batch, rows, scratch or rows, kv_heads, heads // kv_heads, slots, channels, tree, window, block, 1
+    )
+    if block % 64 or not 0 < block <= 256 or shape.stages < 2:
+        raise JspecError(
+            f"attention on GPU takes blocks of 64, 128, ... 256 slots, of which two fit {SMEM_BYTES} bytes "
+            f"of shared memory, not {block} slots of {channels} channels"
+        )
+    fill = MULTIPROCESSORS // (batch * kv_heads * shape.tiles)
+    return shape._replace(splits=splits or max(1, min(shape.blocks, fill)))
+
+
+def _shape(
+    query: Array,
+    keys: Array,
+    values: Array,
+    mask: Array | None,
+    window: int | None,
+    splits: int | None,
+    block: int,
+) -> Shape:
+    for name, array in (("query", query), ("cache", keys), ("cache", values)):
+        if array.dtype != jnp.bfloat16:
+            raise JspecError(f"attention on GPU takes a bfloat16 {name}, not {array.dtype}")
+    batch, rows, heads, channels = query.shape
+    scratch = None if mask is None else mask.shape[2]
+    return _plan(batch, rows, heads, channels, keys.shape[1], keys.shape[2], scratch, window, splits, block)
+
+
+def _span(shape: Shape, length: Array, oldest: Array) -> tuple[Array, Array]:
+    """The first block with a slot that some row sees, and how many there are."""
+    newest = length + shape.scratch - 1
+    if shape.window is None:
+        last = jnp.minimum(newest, shape.slots - 1)
+        return jnp.zeros_like(length), last // shape.block + 1
+    # Positions oldest ... newest, of which a ring holds the last S.
+    since = jnp.maximum(jnp.maximum(length + oldest + 1, 0), newest - shape.slots + 1)
+    start, end = since % shape.slots, newest % shape.slots
+    first, last = start // shape.block, end // shape.block
+    around = jnp.minimum(shape.blocks - first + last + 1, shape.blocks)
+    return first, jnp.where(start <= end, last - first + 1, around)
+
+
+def _describe(
+    shape: Shape, length: Array, mask: Array | None, depth: Array | None
+) -> tuple[Int[Array, "B tiles words 64"], Int[Array, "B 8"]]:
+    """What each query row sees, and the `Facts` of each sequence."""
+    row = jnp.broadcast_to(jnp.arange(shape.rows, dtype=jnp.int32), (shape.batch, shape.rows))
+    depth = row if depth is None else depth.astype(jnp.int32)
+    oldest = depth - (shape.window or 0)
+    if mask is None:
+        words, seen = [row], [row[:, -1], row[:, -1]]
+    else:
+        if shape.window is not None:
+            mask &= depth[:, :, None] - depth[:, None, :] < shape.window
+        bits = lax.bitcast_convert_type(pack(mask), jnp.int32)
+        words = [bits[..., 0], bits[..., 1]]
+        some = lax.bitcast_convert_type(pack(jnp.any(mask, axis=1, keepdims=True)), jnp.int32)
+        seen = [some[:, 0, 0], some[:, 0, 1]]
+    if shape.window is not None:
+        words.append(oldest)
+    infos = jnp.repeat(jnp.stack(words, axis=2), shape.group, axis=1)
+    infos = jnp.pad(infos, ((0, 0), (0, shape.tiles * TILE - infos.shape[1]), (0, 0)))
+    infos = infos.reshape(shape.batch, shape.tiles, TILE, shape.words).swapaxes(2, 3)
+    length, lowest = length.astype(jnp.int32), jnp.min(oldest, axis=1)
+    newest = (length + shape.scratch - 1) % shape.slots
+    first, count = _span(shape, length, lowest)
+    facts = Facts(first, count, length, newest, *seen, lowest, jnp.max(oldest, axis=1))
+    return infos, jnp.stack(facts, axis=1).astype(jnp.int32)
+
+
+def _to_tiles(shape: Shape, query: Array) -> Float[Array, "B programs rows C"]:
+    """Query rows by kv head, in tiles; rows that fill up the last tile are 0."""
+    grouped = query.reshape(shape.batch, shape.rows, shape.kv_heads, shape.group, shape.channels)
+    count = shape.rows * shape.group
+    tiles = grouped.swapaxes(1, 2).reshape(shape.batch, shape.kv_heads, count, shape.channels)
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, shape.tiles * shape.kept - count), (0, 0)))
+    return tiles.reshape(shape.batch, shape.kv_heads * shape.tiles, shape.kept, shape.channels)
+
+
+def _merge(shape: Shape, sums: Array, stats: Array) -> Float[Array, "B T H C"]:
+    """The splits' weighted sums, maxima (base 2) and totals made one."""
+    top, total = stats[..., 0, :], stats[..., 1, :]
     weight = jnp.exp2(top - jnp.max(top, axis=2, keepdims=True))
-    mixed = jnp.einsum("bzsm,bzsmc->bzmc", weight, parts) / jnp.einsum("bzsm,bzsm->bzm", weight, total)[..., None]
-    mixed = mixed.reshape(batch, kv_heads, tiles * shape.kept, channels)[:, :, : rows * group]
-    mixed = mixed.reshape(batch, kv_heads, rows, group, channels).transpose(0, 2, 1, 3, 4)
-    return mixed.reshape(query.shape).astype(values.dtype)
+    mixed = jnp.sum(weight[..., None] * sums, axis=2) / jnp.sum(weight * total, axis=2)[..., None]
+    count = shape.rows * shape.group
+    mixed = mixed.reshape(shape.batch, shape.kv_heads, shape.tiles * shape.kept, -1)[:, :, :count]
+    mixed = mixed.reshape(shape.batch, shape.kv_heads, shape.rows, shape.group, shape.channels)
+    return mixed.swapaxes(1, 2).reshape(shape.batch, shape.rows, -1, shape.channels)
