@@ -54,9 +54,10 @@ def attend(
 ) -> Float[Array, "B T H C"]:
     """`jspec.models.layers.attend` on a Hopper GPU, for a bfloat16 cache and query.
 
-    C is 64 or 128; a tree has at most 64 scratch rows, a chain any number. ``splits``:
-    programs that share a kv head's cache (default: as many as fill the chip). ``block``:
-    slots in a copy, a multiple of 64. ``interpret``: False or `compat.gpu_interpreter()`.
+    C is 64 or 128; a tree has at most 64 scratch rows, a chain any number; a cache longer
+    than a block has a multiple of 8 slots. ``splits``: programs that share a kv head's cache
+    (default: as many as fill the chip). ``block``: slots in a copy, a multiple of 64.
+    ``interpret``: False or `compat.gpu_interpreter()`.
     Raises `JspecError` for what it cannot take.
     """
     shape = _shape(query, keys, values, mask, window, splits, block)
@@ -128,6 +129,8 @@ def _plan(
         raise JspecError(f"attention on GPU takes heads of 64 or 128 channels, not {channels}")
     if scratch is not None and not rows <= scratch <= MAX_NODES:
         raise JspecError(f"attention on GPU takes trees of {rows} (T) to {MAX_NODES} nodes, not {scratch}")
+    if slots > block and slots % 8:
+        raise JspecError(f"attention on GPU takes caches of a multiple of 8 slots, not {slots}")
     if window is not None and scratch not in (None, rows):
         raise JspecError("a layer with a window takes its scratch rows in one pass")
     if splits is not None and splits < 1:
@@ -184,14 +187,14 @@ def _describe(
     depth = row if depth is None else depth.astype(jnp.int32)
     oldest = depth - (shape.window or 0)
     if mask is None:
-        words, seen = [row], [row[:, -1], row[:, -1]]
+        words, seen_low, seen_high = [row], row[:, -1], row[:, -1]
     else:
         if shape.window is not None:
             mask &= depth[:, :, None] - depth[:, None, :] < shape.window
         bits = lax.bitcast_convert_type(pack(mask), jnp.int32)
         words = [bits[..., 0], bits[..., 1]]
         some = lax.bitcast_convert_type(pack(jnp.any(mask, axis=1, keepdims=True)), jnp.int32)
-        seen = [some[:, 0, 0], some[:, 0, 1]]
+        seen_low, seen_high = some[:, 0, 0], some[:, 0, 1]
     if shape.window is not None:
         words.append(oldest)
     infos = jnp.repeat(jnp.stack(words, axis=2), shape.group, axis=1)
@@ -200,7 +203,7 @@ def _describe(
     length, lowest = length.astype(jnp.int32), jnp.min(oldest, axis=1)
     newest = (length + shape.scratch - 1) % shape.slots
     first, count = _span(shape, length, lowest)
-    facts = Facts(first, count, length, newest, *seen, lowest, jnp.max(oldest, axis=1))
+    facts = Facts(first, count, length, newest, seen_low, seen_high, lowest, jnp.max(oldest, axis=1))
     return infos, jnp.stack(facts, axis=1).astype(jnp.int32)
 
 

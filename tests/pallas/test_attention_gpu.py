@@ -39,20 +39,22 @@ def plain(name: str, rows: int, slots: int = 200, scratch: int | None = None, **
 # Each with the number of splits.
 CASES = [
     (plain("one row, grouped by four", 1, heads=4), 1),
-    (gpu("chain of five, two kv heads, soft cap", 5, (0, 63, 195), 200, heads=6, kv_heads=2, softcap=2.0), 1),
+    (gpu("chain of five, two kv heads, soft cap", 5, (0, 62, 195), 200, heads=6, kv_heads=2, softcap=2.0), 1),
     (gpu("tree of eight, wide heads", 8, (1, 56, 64, 120), 128, tree=True, heads=4, channels=128), 2),
     (gpu("tree of 33, more steps than stages", 33, (0, 31, 380), 448, tree=True, heads=1), 1),
     (gpu("tree of 64 in three tiles", 64, (0, 65), 192, tree=True, heads=3), 1),
     (gpu("chain of 70 in three tiles", 70, (1, 120), 192), 2),
     (gpu("a later pass of a drafter", 4, (0, 55, 115), 128, scratch=13, tree=True), 2),
     (gpu("a cache smaller than a block", 5, (0, 1, 8), 13, tree=True), 1),
-    (gpu("chain of five round a ring", 5, (0, 69, 75, 373), 74, window=70), 1),
-    (gpu("tree of eight round a ring of three blocks", 8, (60, 200, 600), 150, tree=True, window=80), 2),
-    (gpu("a ring longer than its window", 3, (0, 255, 257, 460), 256, window=100, softcap=1.0), 1),
+    (gpu("chain of five round a ring", 5, (0, 69, 81, 373), 80, window=70), 1),
+    (gpu("tree of eight round a ring of three blocks", 8, (60, 200, 600), 152, tree=True, window=80), 2),
+    (gpu("a ring smaller than a block", 5, (0, 27, 100), 29, window=20), 1),
+    (gpu("a ring longer than its window", 3, (0, 255, 318, 460), 256, window=100, softcap=1.0), 1),
 ]
 
 PRODUCT = [
-    (plain(f"{rows} rows, tree {tree}, group {group}, cap {cap}", rows, tree=tree, heads=group, softcap=cap), 2)
+    (plain(f"{rows} rows, tree {tree}, group {group}, cap {cap}", rows, tree=tree, heads=group,
+           softcap=cap), 2)
     for rows in (1, 5, 8, 33, 64)
     for tree in (False, True)
     for group in (1, 3, 4)
@@ -62,7 +64,7 @@ PRODUCT = [
          tree=tree, window=window), 2)
     for rows in (1, 5, 33)
     for window in (1, 64, 65, 100)
-    for slots in (window - 1 + max(rows, 2), window + 163)
+    for slots in (-(-(window - 1 + max(rows, 2)) // 8) * 8, -(-(window + 163) // 8) * 8)
     for tree in (False, True)
 ]  # fmt: skip
 
@@ -96,10 +98,10 @@ def test_product(case, splits):
 
 def test_scratch_rows_that_no_row_sees_may_hold_anything():
     """A node whose pass failed, in both words of the bits: the plain form would return NaN."""
-    case = gpu("two nodes unseen", 4, (0, 100), 192, scratch=50, tree=True)
+    case = gpu("two nodes unseen", 4, (0, 63), 192, scratch=50, tree=True)
     given, clean = (arrays(case, unseen) for unseen in (np.nan, 0.0))
-    mask = given.mask.at[:, :, jnp.array([7, 40])].set(False)
-    slots = given.length[:, None] + jnp.array([7, 40])
+    mask = given.mask.at[:, :, jnp.array([0, 40])].set(False)
+    slots = given.length[:, None] + jnp.array([0, 40])
 
     def poison(cache, value):
         return cache.at[jnp.arange(2)[:, None], :, slots].set(value)
@@ -149,7 +151,9 @@ def copied(monkeypatch) -> list[int]:
         def stored(_, key, __, value, *___):
             return value.nbytes if gpu_callbacks.is_gmem_memory_space_idx(key) else 0
 
-        monkeypatch.setattr(gpu_callbacks, "is_gmem_memory_space_idx", lambda key: key.memory_space_id == 0, False)
+        monkeypatch.setattr(
+            gpu_callbacks, "is_gmem_memory_space_idx", lambda key: key.memory_space_id == 0, False
+        )
         watch(shared_memory.GPUSharedMemory, "store_buffer_content", stored)
     return sizes
 
@@ -182,11 +186,31 @@ def test_eight_rows_move_little_more_than_one(length, batch):
     assert least <= one <= eight <= 1.15 * one and eight < 1.2 * least
 
 
+def test_only_blocks_that_are_seen_are_copied():
+    """Blocks of 64 slots end at 64, 128, ...; the last of three rows stands two slots after the length."""
+    moved = [
+        attention_gpu.bytes_moved((1, 3, 8, 64), 2, 256, [length], splits=1)
+        for length in (0, 61, 62, 125, 126, 253)
+    ]
+    block = 2 * 64 * 64 * 2 * 2  # K and V of two heads
+    assert np.diff(moved).tolist() == [0, block, 0, block, block]
+    assert moved[0] == block + 2 * (16 * 64 * (2 + 4) + 64 * 4 + 2 * 64 * 4)
+
+
+def test_of_a_long_ring_only_the_window_is_copied():
+    """Positions 21_300 .. 21_502 lie in slots 4916 .. 5118, of blocks 76 .. 79."""
+    (rest, ring) = (
+        attention_gpu.bytes_moved((1, 3, 2, 64), 1, 16384, [length], window=201, splits=1)
+        for length in (0, 21_500)
+    )
+    assert ring - rest == 3 * 64 * 64 * 2 * 2
+
+
 # What the kernel cannot take.
 
 
 def refused(message: str, shape=(1, 2, 2, 64), dtype=jnp.bfloat16, kv_heads=1, mask=None, **options) -> None:
-    cache = jnp.zeros((shape[0], kv_heads, 128, shape[-1]), dtype)
+    cache = jnp.zeros((shape[0], kv_heads, options.pop("slots", 128), shape[-1]), dtype)
     query = jnp.zeros(shape, options.pop("query_dtype", dtype))
     with pytest.raises(JspecError, match=message):
         kernel(query, cache, cache, jnp.zeros((shape[0],), int), mask, SCALE, **options)
@@ -202,4 +226,5 @@ def test_bad_input_is_named():
     refused("scratch rows in one pass", mask=jnp.ones((1, 2, 3), bool), window=8)
     refused("not 32 slots", block=32)
     refused("not 256 slots of 128 channels", shape=(1, 2, 2, 128), block=256)
+    refused("multiple of 8 slots, not 129", slots=129)
     refused("at least 1 split, not 0", splits=0)
