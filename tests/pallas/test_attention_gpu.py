@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
+from jspec import tree
 from jspec.errors import JspecError
+from jspec.models import decoder
 from jspec.pallas import attention_gpu, compat
 from jspec.pallas.attention import attend_ref
+from tests import oracle
 from tests.pallas.attention_cases import Case, arrays, edges, options, turns
 
 BLOCK = 64
@@ -48,7 +52,7 @@ CASES = [
     (gpu("a cache smaller than a block", 5, (0, 1, 8), 13, tree=True), 1),
     (gpu("chain of five round a ring", 5, (0, 69, 81, 373), 80, window=70), 1),
     (gpu("tree of eight round a ring of three blocks", 8, (60, 200, 600), 152, tree=True, window=80), 2),
-    (gpu("a ring smaller than a block", 5, (0, 27, 100), 29, window=20), 1),
+    (gpu("tree deeper than its window, small ring", 12, (0, 30, 100), 29, tree=True, window=3), 1),
     (gpu("a ring longer than its window", 3, (0, 255, 318, 460), 256, window=100, softcap=1.0), 1),
 ]
 
@@ -228,3 +232,23 @@ def test_bad_input_is_named():
     refused("not 256 slots of 128 channels", shape=(1, 2, 2, 128), block=256)
     refused("multiple of 8 slots, not 129", slots=129)
     refused("at least 1 split, not 0", splits=0)
+
+
+@pytest.mark.slow
+def test_a_model_attends_through_the_kernel():
+    """A prompt, then a tree beside a ring: hidden states as those of the plain form, in bfloat16."""
+    config = dataclasses.replace(
+        oracle.CONFIG, channels=64, windows=(5, None), window_rope=oracle.CONFIG.rope, attention_softcap=2.0
+    )
+    params = oracle.random_params(decoder.weights(config), 0)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(oracle.VOCAB, size=(2, 14)))
+    hidden = []
+    for form in (attend_ref, kernel):
+        model = decoder.make(config, dtype=jnp.bfloat16, attend=form)
+        cache = model.init_cache(2, 64, 9)
+        _, _, cache = model.forward(params, cache, tokens[:, :9], tree.chain(2, 9))
+        cache = model.commit(cache, None, jnp.array([9, 4]))
+        parents = jnp.array([[-1, 0, 0, 1, 3]] * 2)
+        hidden.append(model.forward(params, cache, tokens[:, 9:], tree.from_parents(parents))[0])
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in hidden), rtol=0.05, atol=0.05)
