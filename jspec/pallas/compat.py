@@ -19,6 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
+INTERPRETS_TRANSPOSED = hasattr(plgpu, "InterpretGPUParams")
+"""Whether the GPU interpreter takes ``ref.T`` as an operand of wgmma (from jax 0.12 on)."""
+
 
 def tpu_params(*semantics: str, **options: Any) -> pltpu.CompilerParams:
     """Compiler settings of a TPU kernel: what each grid dimension is, "parallel" or "arbitrary"."""
