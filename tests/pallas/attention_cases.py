@@ -65,10 +65,10 @@ CASES = [
     _plain("chain of five, two kv heads, grouped by four", 5, 72, heads=8, kv_heads=2),
     _plain("tree of eight, grouped by four, soft cap", 8, 64, tree=True, heads=4, softcap=5.0),
     _plain("tree of 33, wide heads", 33, 104, tree=True, channels=128),
-    _plain("tree of 64", 64, 144, tree=True, heads=3, kv_heads=3),
-    _plain("chain of 64", 64, 136),
+    _plain("tree of 64", 64, 112, tree=True, heads=3, kv_heads=3),
+    _plain("chain of 64", 64, 104),
     _plain("a later pass of a drafter", 4, 72, scratch=13, tree=True, heads=4, kv_heads=2),
-    _plain("the last of 64 scratch rows", 1, 136, scratch=64, tree=True),
+    _plain("the last of 64 scratch rows", 1, 104, scratch=64, tree=True),
     _plain("bfloat16 tree, float32 rows", 8, 72, tree=True, dtype="bfloat16", query_dtype="float32"),
     _plain("one block, bfloat16 chain", 5, 13, heads=4, channels=128, dtype="bfloat16"),
     _ring("a ring smaller than a block", 5, 6),
@@ -80,15 +80,16 @@ CASES = [
 
 PRODUCT = [
     _plain(f"{rows} rows, tree {tree}, group {group}, cap {cap}, {dtype}", rows, rows + 40, tree=tree,
-           heads=group, softcap=cap, dtype=dtype)
+           heads=group, softcap=cap, dtype=dtype, channels=channels)
     for rows in (1, 2, 5, 8, 33, 64)
     for tree in (False, True)
-    for group in (1, 3, 4)
-    for cap, dtype in ((None, "float32"), (2.0, "float32"), (None, "bfloat16"))
+    for group, cap, dtype, channels in (
+        (1, None, "float32", 128), (3, 2.0, "float32", 8),
+        (4, None, "float32", 8), (4, None, "bfloat16", 128))
 ] + [
     _ring(f"{rows} rows, window {window}, tree {tree}, slots {slots}", rows, window, slots=slots, tree=tree)
-    for rows in (1, 5, 8, 33)
-    for window in (1, 2, 15, 16, 17, 40)
+    for rows in (1, 8)
+    for window in (1, 15, 16, 17, 40)
     for tree in (False, True)
     for slots in (None, window - 1 + rows + 30)
 ]  # fmt: skip
@@ -125,10 +126,12 @@ def arrays(case: Case, unseen: float = np.nan, seed: int = 0) -> Arrays:
 
 
 def ancestors(rng: np.random.Generator, nodes: int) -> np.ndarray:
-    """The mask [N, N] of a random tree: deep in some parts, wide in others."""
+    """The mask [N, N] of a random tree, deep in some parts, with an unused node that sees itself alone."""
     mask = np.eye(nodes, dtype=bool)
+    unused = rng.integers(1, nodes + 1)
     for node in range(1, nodes):
-        mask[node] |= mask[rng.integers(max(0, node - 4), node)]
+        if node != unused:
+            mask[node] |= mask[rng.integers(max(0, node - 4), node)]
     return mask
 
 
@@ -136,3 +139,40 @@ def options(case: Case, given: Arrays) -> dict:
     """What ``attend`` takes by keyword, as the decoder gives it."""
     window = {} if case.window is None else dict(window=case.window, depth=given.depth)
     return window if case.softcap is None else window | dict(softcap=case.softcap)
+
+
+def examples() -> list[tuple[str, tuple, dict]]:
+    """What a chip should compile: a name, the abstract arguments of ``attend`` up to the mask, the others."""
+
+    def example(name, batch=1, rows=8, group=4, channels=128, slots=8192, kv_heads=8, dtype="bfloat16",
+                tree=True, scratch=None, query_dtype=None, **options):  # fmt: skip
+        shape = jax.ShapeDtypeStruct
+        cache = shape((batch, kv_heads, slots, channels), dtype)
+        mask = shape((batch, rows, scratch or rows), "bool") if tree else None
+        query = shape((batch, rows, kv_heads * group, channels), query_dtype or dtype)
+        return name, (query, cache, cache, shape((batch,), "int32"), mask), dict(scale=0.1, **options)
+
+    return [
+        *(
+            example(f"B {batch}, C {channels}, {dtype}", batch, channels=channels, dtype=dtype)
+            for batch in (1, 8)
+            for channels in (64, 128)
+            for dtype in ("float32", "bfloat16")
+        ),
+        example("one row", rows=1, tree=False),
+        example("64 nodes x 8 heads", rows=64, group=8),
+        example(
+            "64 nodes x 8 heads, 256 float32 channels",
+            rows=64,
+            group=8,
+            channels=256,
+            kv_heads=2,
+            dtype="float32",
+        ),
+        example("a prompt of 512", rows=512, tree=False),
+        example("a later pass of a drafter", rows=3, group=3, scratch=16),
+        example("float32 rows, bfloat16 cache", query_dtype="float32"),
+        example("a ring", channels=256, kv_heads=1, slots=520, rows=8, tree=False, window=512, softcap=50.0),
+        example("odd slots", channels=64, slots=575, rows=5, group=3),
+        example("one kv head in two splits", kv_heads=1, group=8, splits=2),
+    ]
