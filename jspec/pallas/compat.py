@@ -46,6 +46,14 @@ def gpu_kernel(
     )
 
 
+def scan_parts(params: Any) -> tuple[int, int]:
+    """How many of a traced scan's operands are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from 0.12 on
+    return len(list(consts)), len(list(carry))
+
+
 def tpu_interpreter(races: bool = True, cores: int = 2, **options: Any) -> pltpu.InterpretParams:
     """Simulate a TPU: uninitialised memory is NaN, a read out of bounds raises, races are looked for."""
     return pltpu.InterpretParams(detect_races=races, num_cores_or_threads=cores, **options)
