@@ -122,7 +122,7 @@ def sum_pages(x):
 
 
 CASES = [
-    Case("row sums", "tpu", row_sums, sum_rows, rows),
+    Case("row sums", "tpu", row_sums, sum_rows, rows, temporaries=0.05),
     Case("page sums", "gpu", page_sums, sum_pages, pages),
     # what only a compiler refuses (tests/pallas/test_gates.py has the other planted bugs)
     Case("too much VMEM", "tpu", many_rows, sum_rows, huge, fails="RESOURCE_EXHAUSTED"),

@@ -83,8 +83,10 @@ class Follower:
 
     def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
-        body = jaxpr.jaxpr if hasattr(jaxpr, "consts") else jaxpr
-        values = [*getattr(jaxpr, "consts", ()), *args]
+        return self.evaluate(getattr(jaxpr, "jaxpr", jaxpr), [*getattr(jaxpr, "consts", ()), *args])
+
+    def evaluate(self, body: Any, values: Sequence[Any]) -> list[Any]:
+        """The same, with values for its constants too."""
         env = dict(zip([*body.constvars, *body.invars], values, strict=True))
 
         def value(atom: Any) -> Any:
@@ -231,7 +233,7 @@ def _gpu_copy(follower: Follower, eqn: Any, args: list[Any]) -> list[Any]:
 def _run_scoped(follower: Follower, eqn: Any, args: list[Any]) -> list[Any]:
     jaxpr = eqn.params["jaxpr"]
     scratch = [*jaxpr.constvars, *jaxpr.invars][len(args) :]
-    return follower.run(jaxpr, [*args, *(Ref(v.aval) for v in scratch)])
+    return follower.evaluate(jaxpr, [*args, *(Ref(v.aval) for v in scratch)])
 
 
 def _cond(follower: Follower, eqn: Any, args: list[Any]) -> list[Any]:
