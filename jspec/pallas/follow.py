@@ -18,8 +18,8 @@ import numpy as np
 from jspec.errors import JspecError
 from jspec.pallas import compat
 
-FAR = ("any", "hbm", "gmem")
-"""Memory spaces off the core."""
+FAR = ("any", "hbm", "gmem", "None")
+"""Memory spaces off the core, as they print; a jax.Ref that a kernel takes has none."""
 
 COPIES = ("dma_start", "copy_gmem_to_smem", "copy_smem_to_gmem")
 READS, WRITES = ("get", "masked_load", "load"), ("swap", "masked_swap", "addupdate")
@@ -103,6 +103,8 @@ class Follower:
         if name in self.rules:
             return self.rules[name](self, eqn, args)
         unknown = any(a is UNKNOWN or isinstance(a, Ref) for a in args)
+        if name in _SCALARS and not unknown and not eqn.outvars[0].aval.shape:
+            return [_scalar(eqn, args)]
         if name in CALLS and (unknown or copies(eqn)):
             return self.run(_inner(eqn)[0], args)
         if any(isinstance(a, Ref) and a.operand for a in args) and name not in WAITS:
@@ -127,6 +129,13 @@ class Follower:
         if value is UNKNOWN:
             raise JspecError(f"{self.kernel}: {what} depends on values that are not known: pass arrays")
         return value
+
+
+def _scalar(eqn: Any, args: Sequence[Any]) -> Any:
+    """What a kernel's counters go through, a hundred times as fast as by jax."""
+    values = [np.asarray(a, v.aval.dtype) for a, v in zip(args, eqn.invars, strict=True)]
+    with np.errstate(over="ignore"):
+        return np.asarray(_SCALARS[eqn.primitive.name](*values), eqn.outvars[0].aval.dtype)
 
 
 def copies(eqn: Any) -> bool:
@@ -226,6 +235,8 @@ def _gpu_copy(follower: Follower, eqn: Any, args: list[Any]) -> list[Any]:
     tree = p["src_transforms_treedef" if into else "dst_transforms_treedef"]
     far = 0 if into else 1
     transforms = _static(eqn, args, tree, 2 + barriers + before)
+    if not isinstance(args[far], Ref) or not args[far].operand:
+        raise JspecError(f"{follower.kernel}: a copy from or to memory that is not the kernel's operand")
     follower.move(args[far], _entries(eqn.invars[far].aval.shape, transforms), written=not into)
     return lost(eqn, args)
 
@@ -281,6 +292,25 @@ def _axis_index(follower: Follower, eqn: Any, args: list[Any]) -> list[Any]:
         found = found * follower.sizes[axis] + follower.axes[axis]
     return [np.int32(found)]
 
+
+_SCALARS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "rem": np.fmod,
+    "convert_element_type": np.asarray,
+}
 
 _RULES: dict[str, Callable[..., list[Any]]] = {
     **dict.fromkeys((*READS, *WRITES), _access),

@@ -128,7 +128,7 @@ def _blocks(follower: Follower, eqn: Any, args: list[Any], cores: int) -> None:
 
 
 def _is_far(block: Any) -> bool:
-    return str(block.transformed_block_aval.memory_space) in FAR
+    return str(block.transformed_block_aval.memory_space or "default") in FAR
 
 
 def _runs(grid: Sequence[int], params: Any, cores: int) -> Iterator[np.ndarray]:
@@ -174,7 +174,11 @@ def _programs(follower: Follower, eqn: Any, args: list[Any], cores: int) -> None
 
 def _integers(value: Any) -> Any:
     """An operand that loops and branches may depend on."""
-    small = value is not UNKNOWN and np.size(value) <= 4096 and jnp.issubdtype(value.dtype, jnp.integer)
+    small = (
+        isinstance(value, np.ndarray | jax.Array)
+        and value.size <= 4096
+        and jnp.issubdtype(value.dtype, jnp.integer)
+    )
     return value if small else UNKNOWN
 
 
