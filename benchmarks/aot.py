@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +38,10 @@ class Chip(NamedTuple):
     count: int = 1  # for the whole step
 
 
-CHIPS = {
+CHIPS = {  # those that take longest first
+    "v6e": Chip("tpu", "v6e:2x2", 32),
     "v5e": Chip("tpu", "v5e:2x2", 16, count=4),
     "v5p": Chip("tpu", "v5p:2x2x1", 95),
-    "v6e": Chip("tpu", "v6e:2x2", 32),
     "h100": Chip("gpu", "1x1x1", 80),
 }
 # XLA's GpuTargetConfigProto of an H100 SXM: what the compiler asks of a device.
@@ -198,17 +198,15 @@ def caches(state: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state) if x.ndim == 4)
 
 
-def work(chips: list[str], only: str) -> None:
-    """In a process that has the settings: compile, one line of JSON for each case, first its name alone."""
+def work(chip: str, only: str) -> None:
+    """In a process that has the settings: a line of JSON with a case's name, then one with its outcome."""
     from kernel_cases import CASES
 
-    for chip in chips:
-        devices = topology(chip)
-        cases = [(c.name, c) for c in CASES if c.platform == CHIPS[chip].platform] + [(STEP, None)]
-        for name, case in cases:
-            if only in name:
-                print(json.dumps([name, chip]), flush=True)
-                print(json.dumps(compile_case(name, case, chip, devices)), flush=True)
+    devices = topology(chip)
+    for name, case in [*((c.name, c) for c in CASES if c.platform == CHIPS[chip].platform), (STEP, None)]:
+        if only in name:
+            print(json.dumps(name), flush=True)
+            print(json.dumps(compile_case(name, case, chip, devices)), flush=True)
 
 
 def toolkit() -> str | None:
@@ -230,33 +228,39 @@ def missing(platform: str) -> str:
 def settings(platform: str) -> dict[str, str]:
     """What must stand in the environment before jax is imported. A CPU is the only device."""
     common = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if platform == "tpu":
-        own = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
-        return common | own | {"TPU_SKIP_MDS_QUERY": "1"}
-    return common | {"XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={toolkit()}"}
+    if platform == "gpu":
+        return common | {"XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={toolkit()}"}
+    return common | {
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling takes no TPU
+    }
 
 
-def outcomes(platform: str, chips: list[str], only: str) -> Iterator[Outcome]:
-    """Compile a platform's cases in a process of their own, which a compiler may end."""
-    command = [sys.executable, __file__, "--worker", "--only", only]
-    command += [word for chip in chips for word in ("--chip", chip)]
-    root = Path(__file__).resolve().parents[1]
-    env = os.environ | settings(platform) | {"PYTHONPATH": str(root)}
-    current = ["start", chips[0]]
+def compile_all(chip: str, only: str) -> list[Outcome]:
+    """Compile a chip's cases in a process of their own, which a compiler may end, and report each."""
+    command = [sys.executable, __file__, "--worker", "--only", only, "--chip", chip]
+    env = (
+        os.environ | settings(CHIPS[chip].platform) | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    )
+    outcomes, current = [], "start"
     with tempfile.TemporaryFile("w+") as log:
         worker = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=log)
         assert worker.stdout
         for line in worker.stdout:
             found = json.loads(line)
-            if len(found) == 2:
+            if isinstance(found, str):
                 current = found
             else:
-                yield Outcome(*found)
+                outcomes.append(Outcome(*found))
+                report(outcomes[-1])
         if worker.wait():
             log.seek(0)
-            yield Outcome(
-                *current, fault=f"the compiler ended with {worker.returncode}: {log.read()[-2000:]}"
-            )
+            end = f"the compiler ended with {worker.returncode}: {log.read()[-2000:]}"
+            outcomes.append(Outcome(current, chip, fault=end))
+            report(outcomes[-1])
+    return outcomes
 
 
 def report(outcome: Outcome) -> None:
@@ -275,18 +279,16 @@ def main() -> int:
     options = parser.parse_args()
     chips = options.chip or list(CHIPS)
     if options.worker:
-        work(chips, options.only)
+        work(*chips, options.only)
         return 0
     print(f"{'case':24} chip  seconds    args MB    temp MB   alias MB  copies")
-    faults = []
-    for platform in ("tpu", "gpu"):
-        own = [chip for chip in chips if CHIPS[chip].platform == platform]
-        if own and (reason := missing(platform)):
-            print(f"{', '.join(own)}: skipped, {reason}")
-            continue
-        for outcome in outcomes(platform, own, options.only) if own else ():
-            report(outcome)
-            faults += [outcome] if outcome.fault else []
+    reasons = {chip: missing(CHIPS[chip].platform) for chip in chips}
+    for chip, reason in reasons.items():
+        if reason:
+            print(f"{chip}: skipped, {reason}")
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        compiled = pool.map(compile_all, *zip(*((c, options.only) for c in chips if not reasons[c])))
+    faults = [outcome for outcomes in compiled for outcome in outcomes if outcome.fault]
     for outcome in faults:
         print(f"\n{outcome.case} on {outcome.chip}: {outcome.fault}")
     return 1 if faults else 0
