@@ -287,8 +287,11 @@ def main() -> int:
         if reason:
             print(f"{chip}: skipped, {reason}")
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        compiled = pool.map(compile_all, *zip(*((c, options.only) for c in chips if not reasons[c])))
-    faults = [outcome for outcomes in compiled for outcome in outcomes if outcome.fault]
+        able = [chip for chip in chips if not reasons[chip]]
+        outcomes = [
+            o for found in pool.map(lambda chip: compile_all(chip, options.only), able) for o in found
+        ]
+    faults = [outcome for outcome in outcomes if outcome.fault]
     for outcome in faults:
         print(f"\n{outcome.case} on {outcome.chip}: {outcome.fault}")
     return 1 if faults else 0

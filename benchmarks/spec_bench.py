@@ -114,6 +114,11 @@ def main() -> None:
             for prompt in questions(options.file, category, options.num_prompts)
             if len(text.encode_prompt(target.tokenizer, prompt)) <= options.max_prompt_tokens
         ]
+        if not prompts:
+            raise SystemExit(
+                f"all {category} prompts that were taken have more than {options.max_prompt_tokens} tokens: "
+                "raise --max-prompt-tokens or --num-prompts"
+            )
         for setting in settings if options.row_cost else ():
             texts = jspec.generate(
                 prompts,

@@ -8,7 +8,7 @@ their settings, since a record of functions is a new one each time it is built.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from jaxtyping import Array, Int
 from jspec import cache as kv
 from jspec import decode
 from jspec.errors import JspecError
-from jspec.sampling import keys, lossy, verify
+from jspec.sampling import keys, lossy, verify, walk
 from jspec.sampling import policy as target_law
 from jspec.sampling.drafters.none import none
 from jspec.sampling.verify import Verifier
-from jspec.types import Drafter, Logprobs, Model, Params, Request, State, Stats
+from jspec.types import Drafter, Logprobs, Model, Params, Request, State, Stats, Verdict
 
 VERIFIERS = {
     rule.name: rule for rule in (verify.token, verify.block, verify.coupled, verify.greedy, lossy.typical)
@@ -55,13 +55,15 @@ def decoder(
     chunk: int = 64,
     logprobs: bool = False,
     narrow: bool = True,
+    decide: Callable[..., Verdict] = walk.decide,
 ) -> decode.Decoder:
     """`jspec.make_decoder` of a rule, or of its name, built once for each set of arguments.
 
     Raises `JspecError` for an unknown rule, or one that does not fit the drafter.
     """
     rule = find_verifier(verifier) if isinstance(verifier, str) else verifier
-    return decode.make_decoder(target, drafter, rule, chunk=chunk, logprobs=logprobs, narrow=narrow)
+    options: dict[str, Any] = dict(chunk=chunk, logprobs=logprobs, narrow=narrow, decide=decide)
+    return decode.make_decoder(target, drafter, rule, **options)
 
 
 def speculative_sample(
@@ -81,6 +83,7 @@ def speculative_sample(
     chunk: int = 64,
     logprobs: bool = False,
     narrow: bool = True,
+    decide: Callable[..., Verdict] = walk.decide,
     **sampling: Any,
 ) -> Samples:
     """Draw a continuation of each prompt from exactly the target's law.
@@ -105,6 +108,8 @@ def speculative_sample(
         logprobs: keep those of the emitted tokens; static.
         narrow: a round in which no row drafts costs a pass of one row; False: every pass
             has as many rows, and rounds alike; static.
+        decide: what turns logits into a verdict: plain code, or the kernels that
+            `jspec.pallas.select.select` picks for a device; static.
 
     Raises:
         JspecError: settings out of range, a prompt longer than the target's context, an
@@ -128,7 +133,8 @@ def speculative_sample(
     if policy is not None and sampling:
         raise JspecError(f"give either a policy or its settings, not both: {', '.join(sampling)}")
     rows = policy if policy is not None else target_law.make(batch, target.vocab_size, **sampling)
-    loop = decoder(target, drafter or none(), verifier, chunk=chunk, logprobs=logprobs, narrow=narrow)
+    options: dict[str, Any] = dict(chunk=chunk, logprobs=logprobs, narrow=narrow, decide=decide)
+    loop = decoder(target, drafter or none(), verifier, **options)
     slots = kv.capacity(width, max_new_tokens, loop.nodes, chunk)
     length = jnp.full((batch,), width) if prompt_length is None else jnp.asarray(prompt_length)
     room = jnp.full((batch,), max_new_tokens) if limit is None else jnp.minimum(limit, max_new_tokens)

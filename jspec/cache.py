@@ -17,7 +17,7 @@ which is out of them too. The same holds for a length that is moved back by up t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -97,26 +97,39 @@ def write(
     return Entry(_put(entry.keys, keys, length, wrap), _put(entry.values, values, length, wrap))
 
 
+def compact(
+    layers: tuple[Entry, ...], path: Int[Array, "B P"], length: Int[Array, "B"], wraps: Sequence[bool] = ()
+) -> tuple[Entry, ...]:
+    """Move the scratch entries of the nodes ``path`` to the slots after ``length``, in its order.
+
+    ``wraps``: which layers are rings (default: none). What is beyond the accepted nodes of
+    a path may come out as anything: those slots stay scratch. `jspec.pallas` has kernels
+    with this signature.
+    """
+    slots = length[:, None] + path
+
+    def move(buffer: Array, wrap: bool) -> Array:
+        index = slots % buffer.shape[2] if wrap else slots
+        kept = jnp.take_along_axis(buffer, index[:, None, :, None], axis=2)
+        return _put(buffer, kept.swapaxes(1, 2), length, wrap)
+
+    rings = wraps or [False] * len(layers)
+    return tuple(
+        Entry(move(e.keys, wrap), move(e.values, wrap)) for e, wrap in zip(layers, rings, strict=True)
+    )
+
+
 def commit(
-    cache: Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"], wraps: Sequence[bool] = ()
+    cache: Cache,
+    path: Int[Array, "B P"] | None,
+    count: Int[Array, "B"],
+    wraps: Sequence[bool] = (),
+    compact: Callable[..., tuple[Entry, ...]] = compact,
 ) -> Cache:
     """Keep the first ``count`` nodes of ``path``; ``None`` is a chain, a length bump.
 
     A gather along a constant path would make XLA copy every cache each round, hence
     the static ``None``. ``wraps``: which layers are rings (default: none).
     """
-    if path is None:
-        return cache._replace(length=cache.length + count)
-    slots = cache.length[:, None] + path
-
-    def compact(buffer: Array, wrap: bool) -> Array:
-        index = slots % buffer.shape[2] if wrap else slots
-        kept = jnp.take_along_axis(buffer, index[:, None, :, None], axis=2)
-        return _put(buffer, kept.swapaxes(1, 2), cache.length, wrap)
-
-    rings = wraps or [False] * len(cache.layers)
-    layers = tuple(
-        Entry(compact(e.keys, wrap), compact(e.values, wrap))
-        for e, wrap in zip(cache.layers, rings, strict=True)
-    )
+    layers = cache.layers if path is None else compact(cache.layers, path, cache.length, wraps)
     return Cache(layers, cache.length + count)

@@ -13,7 +13,6 @@ again. A cache holds ``slots >= prompt + new tokens + max(N, chunk)`` entries
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,9 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jspec import ragged, tree
-from jspec.sampling import keys, policy
+from jspec.sampling import keys, policy, walk
 from jspec.sampling.verify import Verifier, check_legal
-from jspec.sampling.walk import verify
 from jspec.types import (
     ERROR,
     LENGTH,
@@ -81,6 +79,7 @@ class Parts:
     chunk: int
     logprobs: bool
     narrow: bool
+    decide: Callable[..., Verdict]
 
     @property
     def paths(self) -> int:
@@ -95,16 +94,18 @@ def make_decoder(
     chunk: int = 64,
     logprobs: bool = False,
     narrow: bool = True,
+    decide: Callable[..., Verdict] = walk.decide,
 ) -> Decoder:
     """Build the compiled loop of a target, a drafter and a verification rule.
 
     ``logprobs``: keep those of the emitted tokens in ``state.logprobs``. ``narrow``: a
     round in which no row drafts runs a pass of one row; False: every pass has N rows, so
-    that the same sums are rounded in the same order. Raises `JspecError` for a drafter and
+    that the same sums are rounded in the same order. ``decide``: what makes the verdict,
+    `jspec.sampling.walk.decide` or a kernel of its signature. Raises `JspecError` for a drafter and
     a rule that do not fit together.
     """
     check_legal(verifier, drafter.growth)
-    parts = Parts(target, drafter, verifier, chunk, logprobs, narrow)
+    parts = Parts(target, drafter, verifier, chunk, logprobs, narrow, decide)
 
     def propose(params, dparams, state: State) -> tuple[Proposal, State]:
         proposal, draft = drafter.propose(dparams, state.draft, _root(state), _context(verifier, state))
@@ -211,9 +212,10 @@ def verify_round(
     """One target pass over the proposal's nodes, and all that follows from it."""
     hidden, features, cache = parts.target.forward(params, state.cache, proposal.tokens, proposal.tree)
     logits = parts.target.unembed(params, hidden)
-    law = functools.partial(_law, state, proposal, logits)
     depth = min(parts.paths, proposal.tokens.shape[1]) - 1
-    verdict = verify(parts.verifier, state.key, state.length - 1, proposal, law, depth=depth)
+    verdict = parts.decide(
+        parts.verifier, state.policy, _history(state), state.key, state.length - 1, proposal, logits, depth
+    )
     tokens, count, finish = _emit(state, verdict)
     emitted = Emitted(tokens, count, _along(features, verdict.path))
     path = None if proposal.tree.mask is None else verdict.path
@@ -237,16 +239,6 @@ def verify_round(
     padded = jnp.pad(tokens, ((0, 0), (0, parts.paths - tokens.shape[1])))
     info = Info(padded, count, accepted.sum(1, dtype=jnp.int32), proposed.sum(1, dtype=jnp.int32), finish)
     return new, info
-
-
-def _law(state: State, proposal: Proposal, logits: Array, node: Array | None) -> Array:
-    """The target's law after one node of each row, or after all."""
-    layout = proposal.tree
-    if node is not None:
-        row = jnp.arange(node.shape[0])
-        logits = logits[row, node][:, None]
-        layout = jax.tree.map(lambda part: part[row, node][:, None], layout)
-    return policy.apply(state.policy, _history(state), proposal.tokens, layout, logits)
 
 
 def _logprobs(state: State, logits: Array, verdict: Verdict, count: Array) -> Logprobs | None:

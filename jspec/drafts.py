@@ -67,6 +67,7 @@ class Found(NamedTuple):
 
     def decoder(self, verifier: str | Verifier = "token", **options: Any) -> Decoder:
         """The compiled loop; ``options`` are those of `jspec.api.decoder`."""
+        options = {"decide": self.target.kernels.decide, **options}
         return api.decoder(self.target.model, self.drafter, self.rule or verifier, **options)
 
 
@@ -110,7 +111,9 @@ def _simulated(target: Target, asked: Drafting) -> Found:
 def _head(target: Target, folder: str, asked: Drafting) -> Found:
     """A draft head, and the target with the features that it reads."""
     loaded = heads.load_head(folder, target.checkpoint)
-    model = target.checkpoint.family.make(target.checkpoint.config, taps=loaded.head.taps, dtype=target.dtype)
+    model = target.checkpoint.family.make(
+        target.checkpoint.config, taps=loaded.head.taps, dtype=target.dtype, **target.kernels.of_model()
+    )
     drafter = head_drafter(loaded.kind, loaded.head, asked, model.vocab_size, model.max_length)
     return Found(loaded.kind, dataclasses.replace(target, model=model), drafter, loaded.params)
 
@@ -175,5 +178,5 @@ def _first_layers(target: Target, count: str) -> tuple[Model, Params]:
     if not count.isdecimal() or not 0 < int(count) < config.layers:
         raise JspecError(f"self:{count} should be self:1 to self:{config.layers - 1}, a number of layers")
     short = dataclasses.replace(config, layers=int(count))
-    model = target.checkpoint.family.make(short, dtype=target.dtype)
+    model = target.checkpoint.family.make(short, dtype=target.dtype, **target.kernels.of_model())
     return model, {**params, "layers": params["layers"][: int(count)]}

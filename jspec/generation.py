@@ -70,6 +70,7 @@ def generate(
     stop: str | Sequence[str] = (),
     raw: bool = False,
     dtype: str = "auto",
+    kernels: str = "auto",
     seed: int | Sequence[int | None] | None = None,
     verifier: str = "token",
     logprobs: bool = False,
@@ -95,7 +96,7 @@ def generate(
         max_new_tokens: limit for each row; the target's context is another.
         stop: strings that end the text; the text ends before the first of them.
         raw: give the prompt as it is, without the chat template.
-        dtype: see `load`; ignored for a loaded target.
+        dtype, kernels: see `load`; ignored for a loaded target.
         seed: of all rows, or one for each; a row's text depends on no other row's.
             None: a fresh one. Greedy text needs none.
         verifier: "token" (Leviathan et al.), "block" (Sun et al.), "coupled" (the same
@@ -120,7 +121,7 @@ def generate(
     positive("max_new_tokens", max_new_tokens)
     if not prompts:
         raise JspecError("there is no prompt: the list is empty")
-    loaded = load(target, dtype) if isinstance(target, str) else target
+    loaded = load(target, dtype, kernels) if isinstance(target, str) else target
     rows, key = _policy(loaded, len(prompts), sampling), _seeds(seed, len(prompts))
     shape = (tree, tree_size, tree_depth, tree_topk, tuple(simulated_acceptance))
     # Greedy rows have no use for a drawn tree, which costs a little more than its best tokens.

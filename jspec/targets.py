@@ -15,6 +15,7 @@ import jax
 from jspec import checkpoint, smollm2, text
 from jspec.errors import JspecError
 from jspec.models import decoder
+from jspec.pallas.select import PLAIN, Kernels, select
 from jspec.types import Model, Params
 
 
@@ -28,15 +29,17 @@ class Target:
     stop_ids: tuple[int, ...]
     checkpoint: checkpoint.Checkpoint
     dtype: str
+    kernels: Kernels = PLAIN
 
 
 @functools.lru_cache(maxsize=2)
-def load(target: str = "smollm2", dtype: str = "auto") -> Target:
+def load(target: str = "smollm2", dtype: str = "auto", kernels: str = "auto") -> Target:
     """Load a target: "smollm2", a Hugging Face or Orbax folder (`jspec.orbax_folder`), or a
     GGUF file with tokenizer files (tokenizer.json, tokenizer_config.json) beside it.
 
     ``dtype``: "float32", "bfloat16", "float16", or "auto": float32 on CPUs, whose
-    one-row bfloat16 products are slow, bfloat16 elsewhere. Raises `JspecError`.
+    one-row bfloat16 products are slow, bfloat16 elsewhere. ``kernels``: "auto", those of
+    the first device (`jspec.pallas.select`), or "plain". Raises `JspecError`.
     """
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -45,8 +48,18 @@ def load(target: str = "smollm2", dtype: str = "auto") -> Target:
     tokenizer = text.load_tokenizer(loaded.home)
     if jax.default_backend() == "cpu":
         loaded = dataclasses.replace(loaded, params=decoder.join_qkv(loaded.params))
-    model = loaded.family.make(loaded.config, dtype=dtype)
-    return Target(model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype)
+    chosen = kernels_of(kernels)
+    model = loaded.family.make(loaded.config, dtype=dtype, **chosen.of_model())
+    return Target(
+        model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype, chosen
+    )
+
+
+def kernels_of(name: str) -> Kernels:
+    """The kernels of a name, "auto" or "plain"; `JspecError` for any other."""
+    if name not in ("auto", "plain"):
+        raise JspecError(f"kernels = {name!r}: choose auto or plain")
+    return select() if name == "auto" else PLAIN
 
 
 def positive(name: str, value: int) -> int:

@@ -28,6 +28,7 @@ LAYERS = (
         "jspec.sampling",
         "jspec.sampling.keys",
         "jspec.sampling.policy",
+        "jspec.sampling.truncate",
     ),
     ("jspec.sampling.siblings", "jspec.models", "jspec.models.*"),
     ("jspec.sampling.verify", "jspec.sampling.grow"),

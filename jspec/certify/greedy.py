@@ -9,7 +9,7 @@ of the draft, K + 1 rows wide; there a difference of a single bit is a fault.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,10 +19,10 @@ from jaxtyping import Array
 
 from jspec import api, stream, tree
 from jspec.certify.rules import check_lossless
-from jspec.sampling import verify
+from jspec.sampling import verify, walk
 from jspec.sampling.drafters.none import none
 from jspec.sampling.verify import Verifier
-from jspec.types import Drafter, Model, Params
+from jspec.types import Drafter, Model, Params, Verdict
 
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.25}
 """How far apart two logits may be for a tie flip, by the params' dtype."""
@@ -66,6 +66,7 @@ def greedy_text(
     tolerance: float | None = None,
     same_shape: bool = False,
     batch: int = 4,
+    decide: Callable[..., Verdict] = walk.decide,
 ) -> Greedy:
     """Compare greedy texts with and without the drafter, over ragged batches of ``batch`` prompts.
 
@@ -83,7 +84,7 @@ def greedy_text(
         kinds = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
         tolerance = TOLERANCE.get(str(jnp.result_type(*kinds)), 1e-3)
     plain = none(drafter.nodes, drafter.growth) if same_shape else none()
-    options = dict(max_new_tokens=max_new_tokens, stop=stop, narrow=not same_shape)
+    options = dict(max_new_tokens=max_new_tokens, stop=stop, narrow=not same_shape, decide=decide)
     batch, width = min(batch, len(prompts)), max(map(len, prompts))
     passes = written = 0
     equal: list[int] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +23,10 @@ from scipy import stats
 from jspec import decode, stream, tree
 from jspec.certify.rules import check_lossless
 from jspec.errors import JspecError
-from jspec.sampling import keys, policy
+from jspec.sampling import keys, policy, walk
 from jspec.sampling.drafters.none import none
 from jspec.sampling.verify import Verifier
-from jspec.types import Drafter, Model, Params, Request, State
+from jspec.types import Drafter, Model, Params, Request, State, Verdict
 
 LENGTH, SLOTS = 4, 64
 VOCABULARIES = range(5, 9)  # sizes that have the tokens below, and whose texts can be enumerated
@@ -75,11 +75,13 @@ def chi_square(
     *,
     rows: int = 4000,
     first_seed: int = 0,
+    decide: Callable[..., Verdict] = walk.decide,
 ) -> ChiSquare:
     """Run a mixed batch through the whole loop and test its texts against the target's law.
 
     For any target of 5 to 8 tokens and any drafter, on the default device, in the dtype
     of its params. ``rows``: of each group; their seeds count up from ``first_seed``.
+    ``decide``: as in `jspec.make_decoder`.
 
     Raises:
         JspecError: a lossy rule, one that does not fit the drafter, or a target of
@@ -98,7 +100,7 @@ def chi_square(
             f"the law of {target.vocab_size} tokens cannot be enumerated: give a target of "
             f"{VOCABULARIES.start} to {VOCABULARIES.stop - 1}"
         )
-    decoder = decode.make_decoder(target, drafter, rule, chunk=4)
+    decoder = decode.make_decoder(target, drafter, rule, chunk=4, decide=decide)
     asked, group = request(target, rows, first_seed)
     state = decoder.run(params, draft_params, decoder.init(params, draft_params, asked))
     written = new_tokens(state)
@@ -113,7 +115,13 @@ def chi_square(
 
 
 def coupled_differences(
-    target: Model, params: Params, drafter: Drafter, draft_params: Params, rule: Verifier, rows: int = 500
+    target: Model,
+    params: Params,
+    drafter: Drafter,
+    draft_params: Params,
+    rule: Verifier,
+    rows: int = 500,
+    decide: Callable[..., Verdict] = walk.decide,
 ) -> int:
     """Rows whose text is not the one that plain decoding writes with the same seeds.
 
@@ -122,7 +130,7 @@ def coupled_differences(
     asked, _ = request(target, rows)
 
     def written(drafter: Drafter, draft_params: Params) -> list[list[int]]:
-        loop = decode.make_decoder(target, drafter, rule, chunk=4)
+        loop = decode.make_decoder(target, drafter, rule, chunk=4, decide=decide)
         return new_tokens(loop.run(params, draft_params, loop.init(params, draft_params, asked)))
 
     pairs = zip(written(drafter, draft_params), written(none(), None), strict=True)

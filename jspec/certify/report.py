@@ -107,7 +107,7 @@ def certify(
         raise JspecError(f"none of the verifiers {', '.join(verifiers)} can judge a {drafter.growth}")
     sampling = [rule for rule in legal if rule.name != "greedy"]
     tokens = [text.encode_prompt(target.tokenizer, prompt, False) for prompt in prompts]
-    runs = []
+    runs, decide = [], target.kernels.decide
     for same_shape in (False, True):
         progress("greedy text" + (", same program" if same_shape else ""))
         runs.append(
@@ -122,6 +122,7 @@ def certify(
                 tolerance=tolerance,
                 rule=legal[0],
                 same_shape=same_shape,
+                decide=decide,
             )
         )
     exact, chances, coupled = [], [], 0
@@ -131,8 +132,8 @@ def certify(
         exact += rules.exact_law(rule)
     for rule in sampling:
         progress(f"law of the loop, {rule.name}")
-        chances.append(loop.chi_square(*small, rule, rows=rows))
-        coupled += loop.coupled_differences(*small, rule) if rule.coupled else 0
+        chances.append(loop.chi_square(*small, rule, rows=rows, decide=decide))
+        coupled += loop.coupled_differences(*small, rule, decide=decide) if rule.coupled else 0
     device = jax.devices()[0]
     where = dict(jax=jax.__version__, backend=jax.default_backend(), device=device.device_kind)
     return Certificate(runs, exact, chances, coupled, {**where, "dtype": target.dtype})

@@ -41,6 +41,7 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> l
 @click.option("--batch", default=1, show_default=True, help="Rows: copies of a prompt, seeds of their own.")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--verifier", default="token", type=click.Choice([n for n in api.VERIFIERS if n != "greedy"]))
+@options.kernels
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw the speed-ups into this PNG.")
@@ -51,6 +52,7 @@ def bench(
     num_prompts: int,
     num_speculative_tokens: list[int],
     dtype: str,
+    kernels: str,
     json_file: Path | None,
     plot: Path | None,
     simulated_acceptance: tuple[float, ...],
@@ -68,7 +70,7 @@ def bench(
     for name in ("max_new_tokens", "batch", "repeats"):
         targets.positive(name, settings[name])
     texts = read_prompts(prompts, targets.positive("num_prompts", num_prompts))
-    loaded = targets.load(target, dtype)
+    loaded = targets.load(target, dtype, kernels)
     drafts = draft.split(",") if draft else [None if simulated_acceptance else "ngram"]
     drawn = settings["temperature"] > 0 or tree != "static"
     base = Drafting(None, 4, tree, tree_size, tree_depth, tree_topk, simulated_acceptance, drawn)

@@ -27,6 +27,7 @@ from jspec.prompts import read_prompts
 @click.option("--num-prompts", default=8, show_default=True)
 @click.option("--num-speculative-tokens", default=4, show_default=True, metavar="K")
 @click.option("--max-new-tokens", default=64, show_default=True)
+@options.kernels
 @click.option("--dtype", default="auto", show_default=True)
 @click.option(
     "--verifier",
@@ -45,6 +46,7 @@ def certify(
     prompts: Path | None,
     num_prompts: int,
     dtype: str,
+    kernels: str,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -58,7 +60,7 @@ def certify(
     texts = read_prompts(prompts, num_prompts) if prompts else [text for _, text in TOURS][:num_prompts]
     fields = [field.name for field in dataclasses.fields(Drafting) if field.name in settings]
     asked = Drafting(**{name: settings.pop(name) for name in fields})
-    loaded = targets.load(target, dtype)
+    loaded = targets.load(target, dtype, kernels)
     with Console(stderr=True).status("loading") as status:
         found = run(loaded, asked, texts, progress=status.update, **settings)
     if as_json:

@@ -40,6 +40,7 @@ def bias(context: click.Context, parameter: click.Parameter, values: tuple[str, 
 @options.trees
 @click.option("--max-new-tokens", default=256, show_default=True, metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@options.kernels
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", *DTYPES]))
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", default=0, show_default=True, help="0 is off.")

@@ -16,6 +16,17 @@ def target(function: Callable) -> Callable:
     return click.option("--target", default="smollm2", show_default=True, metavar=metavar)(function)
 
 
+def kernels(function: Callable) -> Callable:
+    """``--kernels``."""
+    return click.option(
+        "--kernels",
+        type=click.Choice(["auto", "plain"]),
+        default="auto",
+        show_default=True,
+        help="auto: those made for the first device, if there are any; plain: none.",
+    )(function)
+
+
 def chances(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
     """``.8,.7,.6`` as chances."""
     try:

@@ -221,7 +221,7 @@ class Layers:
     commit: Callable[..., kv.Cache]
 
 
-def make_layers(config: Config, dtype: jax.typing.DTypeLike, attend: Callable) -> Layers:
+def make_layers(config: Config, dtype: jax.typing.DTypeLike, attend: Callable, compact: Callable) -> Layers:
     """The `Layers` of a config; the arguments are those of `make`."""
     windows = tuple(config.window(index) for index in range(config.layers))
     scale = config.channels**-0.5 if config.scale is None else config.scale
@@ -254,7 +254,7 @@ def make_layers(config: Config, dtype: jax.typing.DTypeLike, attend: Callable) -
         return streams, cache._replace(layers=tuple(entries))
 
     def commit(cache: kv.Cache, path: Int[Array, "B P"] | None, count: Int[Array, "B"]) -> kv.Cache:
-        return kv.commit(cache, path, count, wraps=[window is not None for window in windows])
+        return kv.commit(cache, path, count, [window is not None for window in windows], compact)
 
     return Layers(init_cache, forward, commit)
 
@@ -265,6 +265,7 @@ def make(
     taps: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     attend: Callable = attend,
+    compact: Callable = kv.compact,
 ) -> Model:
     """Build the `Model` of a config.
 
@@ -272,12 +273,12 @@ def make(
     k means the stream after k layers (Hugging Face's ``hidden_states[k]``), `FINAL` the
     state after the final norm. ``dtype`` is the cache's; params bring their own.
     ``attend`` has the signature of `jspec.models.layers.attend`; what comes by keyword
-    there is passed only to the layers that need it. Raises ValueError for taps that
-    are not there.
+    there is passed only to the layers that need it. ``compact`` has the signature of
+    `jspec.cache.compact`. Raises ValueError for taps that are not there.
     """
     if bad := [t for t in taps if not FINAL <= t <= config.layers]:
         raise ValueError(f"taps {bad} outside 0..{config.layers} (or {FINAL}, after the final norm)")
-    layers = make_layers(config, dtype, attend)
+    layers = make_layers(config, dtype, attend, compact)
 
     def forward(params: Params, cache: kv.Cache, tokens: Array, tree: Tree):
         # A Python number takes the dtype of the embedding, as in transformers.
@@ -288,8 +289,12 @@ def make(
         return hidden, jnp.concatenate(tapped, axis=-1), cache
 
     def unembed(params: Params, hidden: Array) -> Array:
-        head, formula = (params["embed"], "btd,vd->btv") if config.tied else (params["head"], "btd,dv->btv")
-        logits = jnp.einsum(formula, hidden, head, preferred_element_type=jnp.float32)
+        batch, rows, width = hidden.shape
+        head, formula = (params["embed"], "rd,vd->rv") if config.tied else (params["head"], "rd,dv->rv")
+        # One matrix of rows, for TPUs pad the last but one axis of an array to 8.
+        flat = hidden.reshape(batch * rows, width)
+        logits = jnp.einsum(formula, flat, head, preferred_element_type=jnp.float32)
+        logits = logits.reshape(batch, rows, config.vocab_size)
         return logits if config.final_softcap is None else soft_cap(logits, config.final_softcap)
 
     return Model(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jspec import cache as kv
 from jspec.models import decoder
 from jspec.models.decoder import FINAL, layer_weights, linear_weights, make_layers, norm_weight, project
 from jspec.models.layers import Weight, attend, head_logits
@@ -58,13 +59,19 @@ def weights(
     return tree
 
 
-def make(config: Config, *, dtype: jax.typing.DTypeLike = jnp.float32, attend: Callable = attend) -> Head:
-    """Build the `Head` of a config; ``dtype`` (the cache's) and ``attend`` are those of `decoder.make`.
+def make(
+    config: Config,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    attend: Callable = attend,
+    compact: Callable = kv.compact,
+) -> Head:
+    """Build the `Head` of a config; the options are those of `decoder.make`.
 
     The params are those of `weights` with ``embed`` and ``head`` (or ``rows``) beside them.
     """
     settings = config.decoder
-    layers = make_layers(settings, dtype, attend)
+    layers = make_layers(settings, dtype, attend, compact)
 
     def norm(params: Params, name: str, x: Array) -> Array:
         return settings.norm(x, params[name], settings.norm_eps) if name in params else x

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jspec import cache as kv
 from jspec.models import decoder
 from jspec.models.decoder import layer_weights, linear_weights, make_layers, norm_weight, project
 from jspec.models.layers import Weight, attend, head_logits
@@ -68,14 +69,20 @@ def weights(config: Config, roots: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def make(config: Config, *, dtype: jax.typing.DTypeLike = jnp.float32, attend: Callable = attend) -> Head:
-    """Build the `Head` of a config; ``dtype`` (the cache's) and ``attend`` are those of `decoder.make`.
+def make(
+    config: Config,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    attend: Callable = attend,
+    compact: Callable = kv.compact,
+) -> Head:
+    """Build the `Head` of a config; the options are those of `decoder.make`.
 
     The params are those of `weights` with ``embed`` and ``head`` (or ``rows``) beside them,
     and ``ids`` where the head has a vocabulary of its own.
     """
     settings = config.decoder
-    layers = make_layers(settings, dtype, attend)
+    layers = make_layers(settings, dtype, attend, compact)
 
     def norm(x: Array, weight: Array) -> Array:
         return settings.norm(x, weight, settings.norm_eps)

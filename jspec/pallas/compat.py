@@ -8,12 +8,14 @@ on a CPU with the chip's memories, copies and semaphores simulated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as _tpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import params as _gpu_params  # public from 0.12 on
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
@@ -52,6 +54,31 @@ def scan_parts(params: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # from 0.12 on
     return len(list(consts)), len(list(carry))
+
+
+def gpu_in_place(
+    body: Callable[..., None],
+    *,
+    grid: Sequence[int],
+    grid_names: Sequence[str],
+    scratch_types: Sequence[Any] = (),
+    interpret: Any = False,
+) -> Callable[..., Any]:
+    """A `gpu_kernel` without results, which changes those of its arguments that are `jax.new_ref`.
+
+    On jax 0.10 `plgpu.kernel` takes no such arguments; what it is made of does.
+    """
+
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), *scratch_types)
+
+    return pl.kernel(
+        scoped,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=tuple(grid), grid_names=tuple(grid_names)),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret or False,
+    )
 
 
 def tpu_interpreter(races: bool = True, cores: int = 2, **options: Any) -> pltpu.InterpretParams:

@@ -42,12 +42,13 @@ class Traffic(NamedTuple):
         return self.read + self.written
 
 
-def count(function: Callable[..., Any], *args: Any, cores: int = 1) -> Traffic:
+def count(function: Callable[..., Any], *args: Any, cores: int = 1, results: bool = False) -> Traffic:
     """Count what the kernels that ``function(*args)`` calls move.
 
     An argument, or a leaf of one, may be a `jax.ShapeDtypeStruct` where no index map, loop
-    or branch around a copy depends on it; what a kernel computes is not known either.
-    ``cores``: how many a parallel grid is split over; each fetches its own first blocks.
+    or branch around a copy depends on it. ``results``: what TPU kernels compute from known
+    values is known too (they run as plain code); else it is not. ``cores``: how many a
+    parallel grid is split over; each fetches its own first blocks.
     Raises `JspecError`, naming the kernel, where copies depend on what is not known.
 
     >>> from jax.experimental import pallas as pl
@@ -72,6 +73,10 @@ def count(function: Callable[..., Any], *args: Any, cores: int = 1) -> Traffic:
             if calls[follower.kernel] > 1:
                 follower.kernel += f" #{calls[follower.kernel]}"
             walk(follower, eqn, args, cores)
+            known = not any(a is UNKNOWN or isinstance(a, Ref) for a in args)
+            if results and known and "interpret" in eqn.params and walk is _blocks:
+                params = eqn.primitive.get_bind_params(eqn.params | {"interpret": True})
+                return list(jax.jit(lambda *args: eqn.primitive.bind(*args, **params))(*args))
             return lost(eqn, args)
 
         return kernel

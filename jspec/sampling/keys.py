@@ -117,10 +117,31 @@ def coupled_noise(
 def gumbel(key: Array, vocab: int, dtype: DTypeLike = jnp.float32) -> Float[Array, "{vocab}"]:
     """Gumbel noise of a typed key, for ``argmax(log-weights + noise)``.
 
-    Mode "high": in float32 the plain one has 2**23 values, so that of 49152 equally
-    likely tokens two tie for the first place in one draw of 200, and the lower id wins.
+    Mode "high" of `jax.random.gumbel`, which takes two words an entry: in float32 the plain
+    one has 2**23 values, so that of 49152 equally likely tokens two tie for the first place
+    in one draw of 200, and the lower id wins.
     """
-    return jax.random.gumbel(key, (vocab,), dtype, mode="high")
+    if dtype != jnp.float32:
+        return jax.random.gumbel(key, (vocab,), dtype, mode="high")
+    return gumbel_of_bits(*jax.random.bits(key, (2, vocab), jnp.uint32))
+
+
+def gumbel_of_bits(high: UInt32[Array, "*V"], low: UInt32[Array, "*V"]) -> Float[Array, "*V"]:
+    """Float32 noise from two random words an entry; a kernel that makes the words gets the same.
+
+    The second word goes below the first one's 23 bits where that counts, near 0.
+
+    >>> gumbel_of_bits(jnp.uint32([1 << 31]), jnp.uint32([0]))
+    Array([0.37], dtype=float32)
+    """
+
+    def uniform(bits: Array) -> Array:  # in [0, 1)
+        one = jax.lax.shift_right_logical(bits, jnp.uint32(9)) | jnp.uint32(0x3F800000)
+        return jax.lax.bitcast_convert_type(one, jnp.float32) - 1.0
+
+    first = uniform(high)
+    fine = first + (uniform(low) * jnp.float32(2.0**-23) + jnp.float32(2.0**-47))
+    return -jnp.log(-jnp.log1p(-jnp.where(first >= 0.5, first, fine)))
 
 
 def draw(key: Array, weights: Float[Array, "V"]) -> Int[Array, ""]:

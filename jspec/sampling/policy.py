@@ -32,9 +32,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.errors import JspecError
+from jspec.sampling import truncate
+from jspec.sampling.truncate import any_of, each
 from jspec.types import Tree
 
 
@@ -80,46 +82,47 @@ def apply(
     """
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     policy = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, policy)
-    x = _adjust(policy, history, nodes, tree, logits.astype(dtype))
-    # A maximum may overlook NaN (XLA's on CPU does in long rows), so NaN counts as +inf: an error too.
-    top = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, jnp.nan)  # equals no logit, and spoils all it is subtracted from
+    x = logits.astype(dtype)
+    x = jax.lax.cond(
+        is_adjusted(policy, history, tree), lambda x: adjust(policy, history, nodes, tree, x), lambda x: x, x
+    )
+    top = truncate.greatest(x)
     sampled = policy.temperature > 0
 
     def mix(law):
-        return jnp.where(_each(sampled), law, _greedy(x, top))
+        return jnp.where(each(sampled), law, truncate.greedy(x, top))
 
     def warm():
-        return jax.lax.cond(_any(~sampled), mix, lambda law: law, _sampled(policy, x, top))
+        return jax.lax.cond(any_of(~sampled), mix, lambda law: law, truncate.sampled(policy, x, top))
 
-    return jax.lax.cond(_any(sampled), warm, lambda: _greedy(x, top))  # all greedy: no exp
-
-
-def _each(values: Shaped[Array, "B"]) -> Shaped[Array, "B 1 1"]:
-    """One value a row, to meet [B, N, V]."""
-    return values[:, None, None]
+    return jax.lax.cond(any_of(sampled), warm, lambda: truncate.greedy(x, top))  # all greedy: no exp
 
 
-def _any(*conditions: Array) -> Bool[Array, ""]:
-    """Whether any of the arrays has an entry that is true, or not 0."""
-    return jnp.any(jnp.stack([jnp.any(condition) for condition in conditions]))
+def is_adjusted(policy: Policy, history: History, tree: Tree) -> Bool[Array, ""]:
+    """Whether `adjust` changes any logit of this round."""
+    return any_of(policy.bias, _penalised(policy), _early(policy, history, tree))
 
 
-def _adjust(policy: Policy, history: History, nodes: Array, tree: Tree, x: Array) -> Array:
-    """Bias, penalties and the ban on early stops. Each adds, for `where` might hide a NaN."""
+def adjust(
+    policy: Policy, history: History, nodes: Int[Array, "B R"], tree: Tree, x: Float[Array, "B N V"]
+) -> Float[Array, "B N V"]:
+    """Bias, penalties and the ban on early stops, steps 1 to 4. Each adds, for `where` might hide a NaN."""
     row = jnp.arange(x.shape[0])[:, None]
+    x = x + policy.bias[:, None, :].astype(x.dtype)
+    x = jax.lax.cond(_penalised(policy), lambda x: _penalise(policy, history, nodes, tree, x), lambda x: x, x)
+    stop = jnp.where(history.stop >= 0, history.stop, x.shape[-1])  # no wrapping around
+    ban = jnp.zeros((x.shape[0], x.shape[-1]), x.dtype).at[row, stop].set(-jnp.inf, mode="drop")
+    return x + jnp.where(_early(policy, history, tree)[:, :, None], ban[:, None, :], 0)
+
+
+def _penalised(policy: Policy) -> Bool[Array, ""]:
+    return any_of(policy.presence_penalty, policy.frequency_penalty, policy.repetition_penalty != 1)
+
+
+def _early(policy: Policy, history: History, tree: Tree) -> Bool[Array, "B N"]:
+    """Where no stop token may follow yet."""
     generated = (history.length - history.prompt_length)[:, None] + tree.depth
-    early = generated < policy.min_new_tokens[:, None]
-    penalised = _any(policy.presence_penalty, policy.frequency_penalty, policy.repetition_penalty != 1)
-
-    def adjust(x):
-        x = x + policy.bias[:, None, :]
-        x = jax.lax.cond(penalised, lambda x: _penalise(policy, history, nodes, tree, x), lambda x: x, x)
-        stop = jnp.where(history.stop >= 0, history.stop, x.shape[-1])  # no wrapping around
-        ban = jnp.zeros_like(policy.bias).at[row, stop].set(-jnp.inf, mode="drop")
-        return x + jnp.where(early[:, :, None], ban[:, None, :], 0)
-
-    return jax.lax.cond(_any(policy.bias, penalised, early), adjust, lambda x: x, x)
+    return generated < policy.min_new_tokens[:, None]
 
 
 def _penalise(policy: Policy, history: History, nodes: Array, tree: Tree, x: Array) -> Array:
@@ -137,64 +140,10 @@ def _penalise(policy: Policy, history: History, nodes: Array, tree: Tree, x: Arr
     at = row[:, :, None], jnp.arange(count)[:, None], nodes[:, None, :]
     generated = generated.at[at].add(above, mode="drop")
     seen = (counts[:, :1] > 0) | (generated > 0)
-    penalty = _each(policy.repetition_penalty)
+    penalty = each(policy.repetition_penalty)
     x = jnp.where(seen, jnp.where(x < 0, x * penalty, x / penalty), x)
-    x -= _each(policy.frequency_penalty) * generated
-    return x - _each(policy.presence_penalty) * (generated > 0)
-
-
-def _greedy(x: Array, top: Array) -> Array:
-    """All mass on the first of the greatest (on CPU `argmax` takes five times as long)."""
-    index = jnp.arange(x.shape[-1])
-    first = jnp.min(jnp.where(x == top, index, x.shape[-1]), axis=-1, keepdims=True)
-    return jnp.where(index == first, jnp.zeros((), x.dtype), -jnp.inf)
-
-
-def _sampled(policy: Policy, x: Array, top: Array) -> Array:
-    """Temperature, top-k, top-p and min-p. A filter finds a threshold a row, not an array of V."""
-    sampled = policy.temperature > 0
-    temperature = _each(jnp.where(sampled, jnp.minimum(policy.temperature, 1e30), 1))  # 1 / it is not 0
-    top_k, top_p, min_p = _each(policy.top_k), _each(policy.top_p), _each(policy.min_p)
-
-    def total(values):
-        return jnp.sum(values, axis=-1, keepdims=True, dtype=values.dtype)
-
-    def scaled():  # at most 0, so that no temperature is too low for the float's range
-        return (x - top) / temperature
-
-    def kth_greatest(cut):
-        k = jnp.where(top_k > 0, jnp.minimum(top_k, x.shape[-1]), x.shape[-1])
-        return _threshold(x, lambda kept: total(kept.astype(jnp.int32)) >= k)
-
-    def nucleus(cut):  # weight at and above it >= p of the whole, and > 0; NaN if rounding finds none
-        weight = jnp.where(x < cut, 0, jnp.exp(scaled()))
-        need = jnp.maximum(top_p * total(weight), jnp.finfo(x.dtype).tiny)
-        new = _threshold(x, lambda kept: total(jnp.where(kept, weight, 0)) >= need)
-        return jnp.where((top_p < 1) & (new > cut), new, cut)
-
-    cut = jnp.full_like(top, -jnp.inf)
-    cut = jax.lax.cond(_any(sampled & (policy.top_k > 0)), kth_greatest, lambda cut: cut, cut)
-    cut = jax.lax.cond(_any(sampled & (policy.top_p < 1)), nucleus, lambda cut: cut, cut)
-    kept = jnp.where((x < cut) | (scaled() < jnp.log(min_p)), -jnp.inf, scaled())
-    return kept - jnp.log(total(jnp.exp(kept)))
-
-
-def _threshold(x: Float[Array, "B N V"], enough: Callable[[Array], Array]) -> Float[Array, "B N 1"]:
-    """The greatest t for which ``enough(x >= t)``, which must hold for the smallest x."""
-    bits = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
-    lowest, width = jnp.asarray(jnp.iinfo(bits).min, bits), jnp.iinfo(bits).bits
-
-    def ordered(b):  # a float's bits <-> an integer in the order of the floats
-        return jnp.where(b < 0, b ^ ~lowest, b)
-
-    key = ordered(jax.lax.bitcast_convert_type(x, bits))
-
-    def body(step, t):  # from the highest bit down
-        higher = t ^ jax.lax.shift_right_logical(lowest, step.astype(bits))
-        return jnp.where(enough(key >= higher), higher, t)
-
-    t = jax.lax.fori_loop(0, width, body, jnp.full((*x.shape[:-1], 1), lowest))
-    return jax.lax.bitcast_convert_type(ordered(t), x.dtype)
+    x -= each(policy.frequency_penalty) * generated
+    return x - each(policy.presence_penalty) * (generated > 0)
 
 
 _LARGEST = np.finfo(np.float32).max

@@ -60,15 +60,25 @@ def remainder(star: Proposal, law: Float[Array, "V"]) -> Float[Array, "V"]:
     return _points(star, law)[1] if star.logq is None else _drawn(star, star.logq, law)[1]
 
 
-def _points(star: Proposal, law: Float[Array, "V"]) -> tuple[Float[Array, "N"], Float[Array, "V"]]:
-    """Point masses: r is p without the tokens refused so far, so nothing of width V is summed."""
-    child, index = children(star), jnp.arange(star.tokens.shape[0])
-    earlier = child[None, :] & (index[None, :] < index[:, None])
-    again = jnp.any(earlier & (star.tokens[None, :] == star.tokens[:, None]), axis=1)
-    mass = jnp.where(child & ~again, jnp.exp(law[star.tokens]), 0.0)
+def point_chances(
+    tokens: Int[Array, "N"], parent: Int[Array, "N"], mass: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """P(node kept | all earlier siblings refused) where every node is a point mass.
+
+    ``mass``: the target's probability of each node's token at its parent; ``parent`` < 0: no node.
+    r is p without the tokens refused so far, so nothing of width V is summed.
+    """
+    index = jnp.arange(tokens.shape[0])
+    earlier = (parent[None, :] == parent[:, None]) & (parent >= 0) & (index[None, :] < index[:, None])
+    again = jnp.any(earlier & (tokens[None, :] == tokens[:, None]), axis=1)
+    mass = jnp.where((parent >= 0) & ~again, mass, 0.0)
     left = 1.0 - jnp.sum(jnp.where(earlier, mass[None, :], 0.0), axis=1)
-    chance = jnp.where(mass > 0, mass / jnp.maximum(left, mass), 0.0)
-    refused = law.at[jnp.where(child, star.tokens, law.shape[0])].set(-jnp.inf, mode="drop")
+    return jnp.where(mass > 0, mass / jnp.maximum(left, mass), 0.0)
+
+
+def _points(star: Proposal, law: Float[Array, "V"]) -> tuple[Float[Array, "N"], Float[Array, "V"]]:
+    chance = point_chances(star.tokens, star.tree.parent, jnp.exp(law[star.tokens]))
+    refused = law.at[jnp.where(children(star), star.tokens, law.shape[0])].set(-jnp.inf, mode="drop")
     return chance, jnp.where(jnp.max(refused) > -jnp.inf, refused, law)
 
 

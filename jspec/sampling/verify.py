@@ -183,7 +183,7 @@ arXiv 2211.17192; Chen et al., arXiv 2302.01318). Siblings in a tree are asked o
 the other, each with what the earlier ones left of p: `jspec.sampling.siblings`."""
 
 
-def _log_reach(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
+def log_reach(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
     """log P_i: P_0 = 1, P_i = min(1, P_{i-1} · p(x_i)/q(x_i)); constant after the last draft."""
     node = jnp.arange(law.shape[0])
     ratio = jnp.where((node > 0) & (node < proposal.count), _log_ratio(proposal, law), 0.0)
@@ -198,12 +198,12 @@ def _log_reach(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"
 def _block_chance(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
     """h_i = S/(S + 1 - P_i) with S = Σ max(P_i p - q, 0), h_γ = P_γ, and 0 beyond it."""
     node = jnp.arange(law.shape[0])
-    log_reach = _log_reach(proposal, law)
-    total = jax.vmap(lambda i: _excess(proposal, law, i, log_reach[i]).sum())(node)
-    below = total - jnp.expm1(log_reach)
+    reach = log_reach(proposal, law)
+    total = jax.vmap(lambda i: _excess(proposal, law, i, reach[i]).sum())(node)
+    below = total - jnp.expm1(reach)
     # Rounding must not lift h above 1, where 1 - h has no logarithm.
     chance = jnp.where(below > 0, jnp.minimum(total / jnp.where(below > 0, below, 1.0), 1.0), 1.0)
-    chance = jnp.where(node == proposal.count - 1, jnp.exp(log_reach), chance)
+    chance = jnp.where(node == proposal.count - 1, jnp.exp(reach), chance)
     return jnp.where(node < proposal.count, chance, 0.0)
 
 
@@ -218,7 +218,7 @@ def _block_accept(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, 
 
 
 def _block_residual(proposal: Proposal, law: Float[Array, "N V"], node: Int[Array, ""]) -> Float[Array, "V"]:
-    return _remainder(proposal, law, node, _log_reach(proposal, law)[node])
+    return _remainder(proposal, law, node, log_reach(proposal, law)[node])
 
 
 block = Verifier("block", _block_accept, _block_residual, growths=("chain",))

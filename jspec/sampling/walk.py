@@ -14,12 +14,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jspec.sampling import keys, siblings
+from jspec.sampling import keys, policy, siblings
 from jspec.sampling.verify import Verifier, check_legal
 from jspec.types import Proposal, Verdict
 
 Law = Callable[[Int[Array, "B"] | None], Float[Array, "B N V"]]
 """log p after one node of each row, [B, 1, V], or, for None, after all, [B, N, V]."""
+
+
+def decide(
+    verifier: Verifier,
+    settings: policy.Policy,
+    history: policy.History,
+    key: UInt32[Array, "B 2"],
+    position: Int[Array, "B"],
+    proposal: Proposal,
+    logits: Float[Array, "B N V"],
+    depth: int,
+) -> Verdict:
+    """From the target's logits to the verdict, in plain jnp: the ``decide`` of `jspec.make_decoder`.
+
+    `jspec.pallas.verify` makes others of the same signature. For the rest see `verify`.
+    """
+
+    def law(node: Array | None) -> Array:
+        if node is None:
+            return policy.apply(settings, history, proposal.tokens, proposal.tree, logits)
+        row = jnp.arange(node.shape[0])
+        layout = jax.tree.map(lambda part: part[row, node][:, None], proposal.tree)
+        return policy.apply(settings, history, proposal.tokens, layout, logits[row, node][:, None])
+
+    return verify(verifier, key, position, proposal, law, depth)
 
 
 def verify(
@@ -52,14 +77,18 @@ def verify(
     check_legal(verifier, "chain" if proposal.tree.mask is None else "tree")
     coins = jnp.zeros(proposal.tokens.shape)
     if verifier.random:
-        coins = jax.vmap(_coins, (0, 0, None))(key, position, proposal.tokens.shape[1])
+        coins = coins_of(key, position, proposal.tokens.shape[1])
     decide = _chain if proposal.tree.mask is None else _descend
     return decide(verifier, key, position, proposal, law, depth, coins)
 
 
-def _coins(row_key: UInt32[Array, "2"], position: Int[Array, ""], nodes: int) -> Float[Array, "N"]:
-    use = jax.vmap(lambda node: keys.fold(row_key, position, keys.ACCEPT, node))(jnp.arange(nodes))
-    return jax.vmap(jax.random.uniform)(use)
+def coins_of(key: UInt32[Array, "B 2"], position: Int[Array, "B"], nodes: int) -> Float[Array, "B N"]:
+    """The uniform number in [0, 1) that each node is judged by."""
+
+    def coin(row_key: Array, position: Array, node: Array) -> Array:
+        return jax.random.uniform(keys.fold(row_key, position, keys.ACCEPT, node))
+
+    return jax.vmap(jax.vmap(coin, (None, None, 0)), (0, 0, None))(key, position, jnp.arange(nodes))
 
 
 def _next(verifier: Verifier, key: Array, position: Array, last: Array, weights: Array) -> Int[Array, "B"]:

@@ -1,0 +1,111 @@
+"""The two passes of fused verification over the vocabulary, and their plain references.
+
+1. ``summarise(policy, x) -> Summary``: every row of logits once, to the few numbers that
+   are its law (`jspec.sampling.truncate`).
+2. ``race(policy, x, summary, end, logq) -> (token, log p)``: one row a sequence a second
+   time, to draw the token that ends the round.
+
+Between them nothing is wider than the draft (`jspec.pallas.verify`). `summarise_ref` and
+`race_ref` are what each kernel is compared with: the numbers up to rounding, the noise bit
+for bit. Logits are float32 or bfloat16, -inf allowed; laws and noise are float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.sampling import keys, truncate
+from jspec.sampling.policy import Policy
+
+__all__ = ["End", "Summary", "law", "race_ref", "summarise_ref"]
+
+
+class Summary(NamedTuple):
+    """The law of each row, given its logits and its sequence's settings."""
+
+    top: Float[Array, "B N"]  # the greatest logit; NaN: the row is no law (NaN, +inf or only -inf)
+    cut: Float[Array, "B N"]  # the least logit that top-k and top-p keep; -inf: all
+    log_total: Float[Array, "B N"]  # of what is kept, relative to top, temperature applied
+    best: Int[Array, "B N"]  # the first id of the greatest logit; 0 in a bad row
+
+
+class End(NamedTuple):
+    """What a sequence draws from in the end: a row, and what its refused drafts leave of it."""
+
+    node: Int[Array, "B"]  # the row
+    key: UInt32[Array, "B 2"]  # of this draw: threefry data, `jspec.sampling.keys.fold`
+    refused: Int[Array, "B M"]  # ids refused as point masses; -1: none
+    child: Int[Array, "B"]  # the row of logq whose draft was refused; -1: none
+    log_reach: Float[Array, "B"]  # the weights are max(reach * p - q, 0); of the token rule 0
+
+
+def summarise_ref(policy: Policy, x: Float[Array, "B N V"]) -> Summary:
+    """Greatest logit, cut, total and first best of each row, in plain jnp.
+
+    >>> from jspec.sampling import policy
+    >>> summarise_ref(policy.make(1, 3, top_k=2), jnp.log(jnp.array([[[.4, .1, .5]]]))).best.tolist()
+    [[2]]
+    """
+    x = x.astype(jnp.float32)
+    top = truncate.greatest(x)
+    cut, log_total = truncate.truncate(policy, x, top)
+    index = jnp.arange(x.shape[-1])
+    best = jnp.min(jnp.where(x == top, index, x.shape[-1]), axis=-1)
+    return Summary(top[..., 0], cut[..., 0], log_total[..., 0], jnp.where(best < x.shape[-1], best, 0))
+
+
+def law(policy: Policy, summary: Summary, x: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+    """The log-probabilities of whole rows: `jspec.sampling.policy.apply` without its steps 1 to 4."""
+    top, cut, log_total, best = (part[..., None] for part in summary)
+    warm = truncate.kept(policy, x.astype(jnp.float32), top, cut, log_total)
+    cold = jnp.where(jnp.arange(x.shape[-1]) == best, 0.0, -jnp.inf) + 0 * top  # NaN stays
+    return jnp.where(truncate.each(policy.temperature > 0), warm, cold)
+
+
+def race_ref(
+    policy: Policy,
+    x: Float[Array, "B N V"],
+    summary: Summary,
+    end: End,
+    logq: Float[Array, "B N V"] | None = None,
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """Draw each sequence's last token: the weight that is left of p, or p where nothing is.
+
+    Gives the token and its log p. In a bad row the token means nothing but is an id.
+
+    >>> from jspec.sampling import policy
+    >>> rows, x = policy.make(1, 3), jnp.log(jnp.array([[[.4, .1, .5]]]))
+    >>> end = End(jnp.array([0]), keys.row_keys([7], 1), jnp.array([[0, 2]]), jnp.array([-1]), jnp.zeros(1))
+    >>> race_ref(rows, x, summarise_ref(rows, x), end)[0].tolist()
+    [1]
+    """
+    weights, logp = remaining(policy, x, summary, end, logq)
+    noise = jax.vmap(lambda key: keys.gumbel(key, x.shape[2]))(keys.wrap(end.key))
+    token = keys.best(weights + noise)
+    return token, logp[jnp.arange(x.shape[0]), token]
+
+
+def remaining(
+    policy: Policy,
+    x: Float[Array, "B N V"],
+    summary: Summary,
+    end: End,
+    logq: Float[Array, "B N V"] | None = None,
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+    """The log-weights that a race is about, and the log p that they are left of."""
+    row = jnp.arange(x.shape[0])
+    own = jax.tree.map(lambda part: part[row, end.node][:, None], (summary, x))
+    logp = law(policy, *own)[:, 0]
+    vocab = logp.shape[1]
+    refused = jnp.where(end.refused < 0, vocab, end.refused)
+    weights = logp.at[row[:, None], refused].set(-jnp.inf, mode="drop")
+    if logq is not None:
+        q = jnp.exp(logq[row, jnp.clip(end.child, 0)])
+        excess = jnp.maximum(jnp.exp(logp + end.log_reach[:, None]) - q, 0.0)
+        weights = jnp.where((end.child < 0)[:, None], weights, jnp.log(excess))
+    left = jnp.max(weights, axis=1, keepdims=True) > -jnp.inf
+    return jnp.where(left, weights, logp), logp

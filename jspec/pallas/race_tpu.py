@@ -1,0 +1,199 @@
+"""`jspec.pallas.law.race_ref` on TPU: one row a sequence from HBM, the noise made on the way.
+
+Grid (B,), parallel. The row where the walk ended, and the draft's row that was refused there,
+are copied by hand into VMEM, each in 8 pieces of W = ⌈V/8⌉ ids (a multiple of 128) that lie
+on the 8 sublanes, so that vectors are full at any batch size. Then one sweep in pieces of
+[8, `LANES`] makes two threefry words for each id, the noise, and the best of what is left of p
+and of p itself; which of the two counts is known at its end.
+
+HBM: B · V logits, and as much of the draft's law where a draft with a law was refused.
+A row that cannot be copied alone (bfloat16, which packs two rows in a tile; V no multiple of
+128) comes with the others of its tile, 8 in float32, 16 in bfloat16. VMEM: two rows of float32, and such
+tiles. Limit: about 270 integer and float operations an id, 35 µs for 128 k ids at 1 GHz.
+
+Static: all shapes, whether there is a draft law. Traced: everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jspec.errors import JspecError
+from jspec.pallas import compat, threefry
+from jspec.pallas.law import End, Summary
+from jspec.sampling.policy import Policy
+
+LANES = 512
+"""Ids on each sublane in one piece of the sweep."""
+
+VMEM = 100 * 2**20
+"""Bytes that the kernel may take; a v5e has 128 MiB."""
+
+
+def race(
+    policy: Policy,
+    x: Float[Array, "B N V"],
+    summary: Summary,
+    end: End,
+    logq: Float[Array, "B N V"] | None = None,
+    *,
+    interpret: Any = False,
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """`race_ref`. Raises `JspecError` for logits, or a draft's law, of another type than float32
+    and bfloat16."""
+    batch, nodes, vocab = x.shape
+    given = [rows.reshape(batch * nodes, vocab) for rows in (x, logq) if rows is not None]
+    for rows in given:
+        if rows.dtype not in (jnp.float32, jnp.bfloat16):
+            raise JspecError(f"rows are {rows.dtype}; the kernel takes float32 and bfloat16")
+    row = jnp.arange(batch)
+    top, cut, log_total, best = (part[row, end.node] for part in summary)
+    warm = policy.temperature > 0
+    temperature = jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 0.0)
+    numbers = jnp.stack([temperature, jnp.log(policy.min_p), top, cut, log_total, end.log_reach])
+    child = jnp.where(end.child < 0, -1, row * nodes + end.child)
+    places = jnp.stack([row * nodes + end.node, child, best])
+    width = pl.cdiv(pl.cdiv(vocab, 8), 128) * 128
+    blocks = [_block(rows, place) for place, rows in enumerate(given)]
+    token, logp = pl.pallas_call(
+        functools.partial(_body, vocab=vocab, width=width, drawn=logq is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(batch,),
+            in_specs=blocks,
+            out_specs=[pl.BlockSpec((1, 1, 1), lambda b, *_: (b, 0, 0))] * 2,
+            scratch_shapes=[pltpu.VMEM((8, width), jnp.float32)] * len(given) + [pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((batch, 1, 1), dtype) for dtype in (jnp.int32, jnp.float32)],
+        compiler_params=compat.tpu_params("parallel", vmem_limit_bytes=VMEM),
+        interpret=interpret,
+        name="race",
+    )(places.astype(jnp.int32), numbers.astype(jnp.float32), end.key, end.refused.astype(jnp.int32), *given)
+    return token[:, 0, 0], logp[:, 0, 0]
+
+
+def _block(rows: Array, place: int) -> pl.BlockSpec:
+    """Where the kernel gets one row: copied by hand if it can be, else out of a block of whole tiles."""
+    count, vocab = rows.shape
+    if _alone(rows.dtype, vocab):
+        return pl.BlockSpec(memory_space=pl.ANY)
+    tile = min(count, 8 if rows.dtype == jnp.float32 else 16)
+
+    def index(b, places, *_):
+        return jnp.maximum(places[place, b], 0) // tile, 0
+
+    return pl.BlockSpec((tile, vocab), index)
+
+
+def _alone(dtype: Any, vocab: int) -> bool:
+    return dtype == jnp.float32 and vocab % 128 == 0
+
+
+def _load(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
+    """Put one row into VMEM, one eighth of it on each sublane."""
+    width = row_ref.shape[1]
+    pieces = [(s, s * width, min(width, vocab - s * width)) for s in range(8) if s * width < vocab]
+    if _alone(rows_ref.dtype, vocab):
+        copies = [
+            pltpu.make_async_copy(
+                rows_ref.at[pl.ds(node, 1), pl.ds(first, ids)],
+                row_ref.at[pl.ds(s, 1), pl.ds(0, ids)],
+                semaphore,
+            )
+            for s, first, ids in pieces
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+        return
+    tile = rows_ref.shape[0]
+    for s, first, ids in pieces:
+        for start in range(0, ids, 8 * LANES):
+            size = min(8 * LANES, ids - start)
+            block = rows_ref[:, pl.ds(first + start, size)].astype(jnp.float32)
+            mine = jax.lax.broadcasted_iota(jnp.int32, block.shape, 0) == node % tile
+            # A maximum takes the row as it is; a sum would make NaN of -inf * 0.
+            own = jnp.max(jnp.where(mine, block, -jnp.inf), axis=0, keepdims=True)
+            row_ref[pl.ds(s, 1), pl.ds(start, size)] = own
+
+
+def _body(places_ref, numbers_ref, key_ref, refused_ref, *refs, vocab, width, drawn):
+    rows_refs, (token_ref, logp_ref), scratch = (
+        refs[: 1 + drawn],
+        refs[1 + drawn : 3 + drawn],
+        refs[3 + drawn :],
+    )
+    *row_refs, semaphore = scratch
+    b = pl.program_id(0)
+    node, child, best = (places_ref[i, b] for i in range(3))
+    temperature, log_min_p, top, cut, log_total, log_reach = (numbers_ref[i, b] for i in range(6))
+    _load(rows_refs[0], node, row_refs[0], semaphore, vocab)
+    if drawn:
+        pl.when(child >= 0)(lambda: _load(rows_refs[1], child, row_refs[1], semaphore, vocab))
+    warm = temperature > 0
+    divisor = jnp.where(warm, temperature, 1.0)
+    key = key_ref[b, 0], key_ref[b, 1]
+
+    def visit(first, ids, carry):
+        piece = row_refs[0][:, pl.ds(first, ids)]
+        lane, sublane = (jax.lax.broadcasted_iota(jnp.int32, piece.shape, axis) for axis in (1, 0))
+        token = sublane * width + first + lane
+        scaled = (piece - top) / divisor
+        out = (piece < cut) | (scaled < log_min_p)
+        law = jnp.where(out, -jnp.inf, scaled) - log_total
+        logp = jnp.where(warm, law, jnp.where(token == best, 0.0, -jnp.inf))
+        weights = logp
+        for m in range(refused_ref.shape[1]):
+            weights = jnp.where(token == refused_ref[b, m], -jnp.inf, weights)
+        if drawn:
+            excess = jnp.maximum(jnp.exp(logp + log_reach) - jnp.exp(row_refs[1][:, pl.ds(first, ids)]), 0.0)
+            weights = jnp.where(child >= 0, jnp.log(excess), weights)
+        noise = threefry.gumbel(*key, token, vocab)
+        return tuple(
+            _faster(runner, jnp.where(token < vocab, score + noise, -jnp.inf), token, logp)
+            for runner, score in zip(carry, (weights, logp), strict=True)
+        )
+
+    lanes = min(LANES, width)
+    slow = tuple(
+        jnp.full((8, lanes), value, dtype)
+        for value, dtype in ((-jnp.inf, jnp.float32), (0, jnp.int32), (-jnp.inf, jnp.float32))
+    )
+    runners = _sweep(width, lanes, visit, (slow, slow))
+    (score, token, logp), (_, other, other_logp) = map(_first, runners)
+    left = score > -jnp.inf
+    token_ref[0] = jnp.where(left, token, other)
+    logp_ref[0] = jnp.where(left, logp, other_logp)
+
+
+def _sweep(width: int, lanes: int, visit, start):
+    """All columns of the row; the last piece may begin within the one before, which changes nothing."""
+
+    def piece(i, carry):
+        first = jnp.minimum(i * lanes, width - lanes)
+        return visit(pl.multiple_of(first, 128), lanes, carry)
+
+    return jax.lax.fori_loop(0, pl.cdiv(width, lanes), piece, start)
+
+
+def _faster(runner, score, token, logp):
+    """The better of two in each place; the earlier one, of lower id, if they are equal."""
+    better = score > runner[0]
+    return tuple(jnp.where(better, new, old) for new, old in zip((score, token, logp), runner, strict=True))
+
+
+def _first(runner):
+    """The best of all places, of equal ones that of the lowest id."""
+    score, token, logp = runner
+    best = jnp.max(score, keepdims=True)
+    winner = jnp.min(jnp.where(score == best, token, jnp.int32(2**31 - 1)), keepdims=True)
+    own = jnp.max(jnp.where((score == best) & (token == winner), logp, -jnp.inf), keepdims=True)
+    return best, jnp.where(best > -jnp.inf, winner, 0), own

@@ -1,0 +1,111 @@
+"""Which kernels a device gets, and the plain code, with a logged reason, where there is none.
+
+`select` names a set by device; each of its functions has the plain one's signature and
+falls back to it, while it is traced, for shapes that its kernel cannot take. Reasons go to the
+logger "jspec.pallas.select", once each.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jspec import cache as kv
+from jspec.errors import JspecError
+from jspec.models import layers
+from jspec.pallas import law, verify
+from jspec.sampling import walk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Values for the builders: ``attend`` and ``compact`` of a model, ``decide`` of a decoder."""
+
+    name: str
+    attend: Callable[..., Any] = layers.attend
+    compact: Callable[..., Any] = kv.compact
+    decide: Callable[..., Any] = walk.decide
+
+    def of_model(self) -> dict[str, Callable[..., Any]]:
+        """The options of `jspec.models.decoder.make`."""
+        return {"attend": self.attend, "compact": self.compact}
+
+
+PLAIN = Kernels("plain")
+
+
+def select(device: jax.Device | None = None) -> Kernels:
+    """The kernels for a device (default: the first one); `PLAIN` on CPUs and unknown chips.
+
+    Built once for each kind, so that decoders made with them are found again.
+
+    >>> select(jax.devices("cpu")[0]).name
+    'plain'
+    """
+    device = jax.devices()[0] if device is None else device
+    return _of(device.platform, str(getattr(device, "compute_capability", "")))
+
+
+@functools.cache
+def _of(platform: str, capability: str) -> Kernels:
+    if platform == "cpu":
+        return PLAIN
+    if platform == "tpu":
+        from jspec.pallas import attention_tpu, compact_tpu, race_tpu, summarise_tpu
+
+        return _guarded(
+            "TPU", attention_tpu.attend, compact_tpu.compact, summarise_tpu.summarise, race_tpu.race
+        )
+    if platform in ("gpu", "cuda") and capability.startswith("9."):
+        from jspec.pallas import attention_gpu, compact_gpu, race_gpu, summarise_gpu
+
+        return _guarded(
+            "Hopper", attention_gpu.attend, compact_gpu.compact, summarise_gpu.summarise, race_gpu.race
+        )
+    log.warning("plain code: there are no kernels for %s %s", platform, capability)
+    return PLAIN
+
+
+def _guarded(name: str, attend: Callable, compact: Callable, summarise: Callable, race: Callable) -> Kernels:
+    decide = verify.make(
+        or_plain("summarise", summarise, law.summarise_ref), or_plain("race", _threefry(race), law.race_ref)
+    )
+    return Kernels(
+        name, or_plain("attention", attend, layers.attend), or_plain("commit", compact, kv.compact), decide
+    )
+
+
+def _threefry(race: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(race)
+    def checked(*args: Any, **options: Any) -> Any:
+        if not jax.config.jax_threefry_partitionable:
+            raise JspecError("it makes the noise of jax_threefry_partitionable=True, which is switched off")
+        return race(*args, **options)
+
+    return checked
+
+
+@functools.cache
+def _say(message: str) -> None:
+    log.warning(message)
+
+
+def or_plain(name: str, kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, but the plain code for what it refuses with a `JspecError`."""
+
+    @functools.wraps(plain)
+    def chosen(*args: Any, **options: Any) -> Any:
+        try:
+            return kernel(*args, **options)
+        except JspecError as limit:
+            _say(f"{name}: plain code instead of the kernel: {limit}")
+            return plain(*args, **options)
+
+    return chosen

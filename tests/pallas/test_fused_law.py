@@ -1,0 +1,113 @@
+"""The exact law of the rules as fused verification judges them, and its whole loop."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.certify import chi_square, rules
+from jspec.certify.tiny import tiny
+from jspec.pallas import compat, law
+from jspec.pallas import verify as fused
+from jspec.pallas.race_tpu import race
+from jspec.pallas.summarise_tpu import summarise
+from jspec.sampling import policy, verify
+from jspec.sampling.drafters.ngram import ngram
+from jspec.sampling.verify import Verifier
+
+CHANCES = {"token": fused.token_chances, "block": fused.block_chances}
+CASES = [
+    ("token", "sampled chain"),
+    ("token", "points chain"),
+    ("token", "points tree"),
+    ("block", "sampled chain"),
+]
+FLOAT32 = 2e-6
+
+
+def as_rule(name: str, forget: bool = False) -> Verifier:
+    """A rule made of the numbers that fused verification judges by; ``forget``: of no refused draft."""
+
+    def round_of(proposal, p) -> fused.Round:
+        nodes, vocab = proposal.tokens.shape[0], p.shape[-1]
+        x = jnp.broadcast_to(p, (nodes, vocab))[None].astype(jnp.float32)  # a star comes with one law
+        batch = jax.tree.map(lambda part: part[None], proposal)
+        if batch.logq is not None:
+            batch = batch._replace(logq=batch.logq.astype(jnp.float32))
+        rows = policy.make(1, vocab)
+        summary = law.summarise_ref(rows, x)
+        logp = fused._at(rows, summary, x, jnp.clip(batch.tree.parent, 0), batch.tokens)
+        zero = jnp.zeros(1, jnp.int32)
+        good = jnp.isfinite(summary.top)
+        return fused.Round(rows, jnp.zeros((1, 2), jnp.uint32), zero, batch, x, summary, good, logp)
+
+    def accept(proposal, p):
+        return CHANCES[name](round_of(proposal, p))[0][0].astype(p.dtype)
+
+    def residual(proposal, p, node):
+        round = round_of(proposal, p)
+        end = fused.end_of(round, node[None].astype(jnp.int32), CHANCES[name](round)[1])
+        if forget:
+            end = end._replace(child=end.child * 0 - 1, refused=end.refused * 0 - 1)
+        weights, _ = law.remaining(round.policy, round.x, round.summary, end, round.proposal.logq)
+        return weights[0].astype(p.dtype)
+
+    return Verifier(f"fused {name}", accept, residual)
+
+
+def worst(rule: Verifier, kind: str) -> float:
+    _, parent, drafts = rules.DRAFT_KINDS[kind]
+    names = ["neutral", "temperature 0", "temperature 0.7", "top-k", "top-p"]
+    errors = []
+    for pair, name in itertools.product(list(rules.INSTANCES)[:3], names):
+        p, q, wanted = rules.laws(pair, name, parent)
+        errors.append(rules.error(rule, p, drafts(q), wanted))
+    return max(errors)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_exact_law(name, kind):
+    assert worst(as_rule(name), kind) < FLOAT32
+
+
+def test_a_race_that_forgets_what_was_refused_is_seen():
+    assert worst(as_rule("token", forget=True), "points chain") > 0.01
+
+
+@pytest.mark.parametrize("rule", [verify.token, verify.block, verify.coupled], ids=lambda rule: rule.name)
+def test_law_of_the_loop(rule):
+    found = chi_square(*tiny(0), ngram(2, min_ngram=1), None, rule, rows=1000, decide=fused.make())
+    assert min(found.p_values) > 1e-4
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_the_loop_writes_the_same_text_with_interpreted_kernels(rule):
+    """Same coins, same noise: not only the same law."""
+    target, params = tiny(0)
+    interpret = compat.tpu_interpreter()
+    kernels = fused.make(*(functools.partial(one, interpret=interpret) for one in (summarise, race)))
+    texts = []
+    for options in ({}, {"decide": kernels}):
+        samples = jspec.speculative_sample(
+            params,
+            jnp.array([[1, 2, 1, 2], [3, 0, 3, 0]]),
+            target=target,
+            key=[5, 6],
+            drafter=ngram(2, min_ngram=1),
+            max_new_tokens=6,
+            temperature=[1.0, 0.8],
+            top_p=[1.0, 0.9],
+            verifier=rule,
+            chunk=4,
+            logprobs=True,
+            **options,
+        )
+        texts.append((samples.tokens.tolist(), np.asarray(samples.logprobs.processed)))
+    assert texts[0][0] == texts[1][0]
+    np.testing.assert_allclose(texts[0][1], texts[1][1], rtol=1e-4, atol=1e-5)

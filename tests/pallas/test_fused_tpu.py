@@ -1,0 +1,110 @@
+"""The TPU forms of the two passes, interpreted with races looked for on two cores."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.errors import JspecError
+from jspec.pallas import compat, law
+from jspec.pallas.race_tpu import race
+from jspec.pallas.summarise_tpu import summarise
+from tests.pallas import verify_cases as cases
+
+INTERPRET = compat.tpu_interpreter()
+F32, BF16 = jnp.float32, jnp.bfloat16
+# (N, V, dtype, a draft's law): V = 256 is copied row by row, the others come in whole tiles
+CASES = [(7, 5, F32, False), (5, 256, F32, True), (9, 1000, BF16, True)]
+WIDE = [
+    (nodes, vocab, dtype, drawn)
+    for nodes, vocab in [(1, 1), (7, 5), (1, 128), (5, 256), (9, 1000), (2, 4224), (17, 640)]
+    for dtype in (F32, BF16)
+    for drawn in (False, True)
+    if (nodes, vocab, dtype, drawn) not in CASES
+]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in WIDE]
+
+
+@functools.cache
+def passes():
+    return (
+        jax.jit(functools.partial(summarise, interpret=INTERPRET)),
+        jax.jit(functools.partial(race, interpret=INTERPRET)),
+        jax.jit(law.summarise_ref),
+        jax.jit(law.race_ref),
+    )
+
+
+def logits(nodes: int, vocab: int, dtype) -> jax.Array:
+    """With ties, -inf, and (in row 1) laws that are none."""
+    x = np.array(cases.logits(nodes, nodes, vocab, dtype).astype(jnp.float32))
+    x[:, :, vocab // 2 :] = np.round(x[:, :, vocab // 2 :])
+    if vocab > 4:
+        x[0, 0, 3] = -np.inf
+        x[1, -1, 4], x[1, 0] = np.nan, -np.inf
+        x[1, nodes // 2, 1] = np.inf
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize(("nodes", "vocab", "dtype", "drawn"), CASES)
+def test_summarise(nodes, vocab, dtype, drawn):
+    rows, x = cases.settings(vocab), logits(nodes, vocab, dtype)
+    kernel, _, plain, _ = passes()
+    got, wanted = kernel(rows, x), plain(rows, x)
+    np.testing.assert_array_equal(got.top, wanted.top)
+    np.testing.assert_array_equal(got.best, wanted.best)
+    good = np.isfinite(wanted.top) & (np.asarray(rows.temperature) > 0)[:, None]
+    kept, wanted_kept = (np.asarray(x.astype(jnp.float32) >= part.cut[..., None]) for part in (got, wanted))
+    np.testing.assert_array_equal(kept[good], wanted_kept[good])
+    np.testing.assert_allclose(
+        np.where(good, got.log_total, 0), np.where(good, wanted.log_total, 0), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("nodes", "vocab", "dtype", "drawn"), CASES)
+def test_race(nodes, vocab, dtype, drawn):
+    rows, x = cases.settings(vocab), cases.logits(3, nodes, vocab, dtype)
+    _, kernel, plain, reference = passes()
+    summary = plain(rows, x)
+    logq = jax.nn.log_softmax(cases.logits(4, nodes, vocab)) if drawn else None
+    draw = np.random.default_rng(vocab)
+    for seed in range(2):
+        node = jnp.asarray(draw.integers(0, nodes, cases.BATCH))
+        child = jnp.asarray(draw.integers(-1, nodes, cases.BATCH)) if drawn else jnp.full((cases.BATCH,), -1)
+        refused = jnp.asarray(draw.integers(-1, vocab, (cases.BATCH, 3)))
+        refused = jnp.where(child[:, None] < 0, refused, -1).at[2].set(jnp.arange(3) % vocab)
+        reach = jnp.asarray(-draw.random(cases.BATCH), jnp.float32)
+        end = law.End(node, cases.row_keys(seed), refused, child, reach)
+        token, logp = kernel(rows, x, summary, end, logq)
+        wanted, wanted_logp = reference(rows, x, summary, end, logq)
+        np.testing.assert_array_equal(token, wanted)
+        np.testing.assert_allclose(logp, wanted_logp, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_left_of_nothing_is_p():
+    """q above reach * p everywhere, or every token refused: the draw is from p itself."""
+    vocab = 5
+    rows, x = cases.settings(vocab), cases.logits(3, 2, vocab)
+    _, kernel, plain, reference = passes()
+    zero = jnp.zeros(cases.BATCH, jnp.int32)
+    everything = jnp.broadcast_to(jnp.arange(vocab), (cases.BATCH, vocab))
+    for child, refused, logq in (
+        (-1, everything, None),
+        (1, everything * 0 - 1, jnp.zeros((cases.BATCH, 2, vocab))),
+    ):
+        end = law.End(zero, cases.row_keys(1), refused, zero + child, jnp.zeros(cases.BATCH))
+        got, wanted = (run(rows, x, plain(rows, x), end, logq) for run in (kernel, reference))
+        np.testing.assert_array_equal(got[0], wanted[0])
+        assert bool(jnp.all(jnp.isfinite(got[1])))
+
+
+def test_limits():
+    rows = cases.settings(8)
+    with pytest.raises(JspecError, match="float16"):
+        summarise(rows, cases.logits(0, 2, 8, jnp.float16))
+    with pytest.raises(JspecError, match="MiB of VMEM"):
+        jax.eval_shape(summarise, rows, jax.ShapeDtypeStruct((cases.BATCH, 8, 4_000_000), jnp.float32))
