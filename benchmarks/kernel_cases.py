@@ -6,6 +6,7 @@ and a tiny one that an interpreter runs in a second.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.pallas import compat
+from jspec.cache import Entry
+from jspec.pallas import compact, compact_gpu, compact_tpu, compat, law, race_tpu, summarise_tpu
+from jspec.sampling import keys, policy
 
 
 class Case(NamedTuple):
@@ -121,9 +124,56 @@ def sum_pages(x):
     return x.reshape(x.shape[0], -1, 8, x.shape[2]).sum(axis=1)
 
 
+def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass of fused verification with its arrays [B, N, V] given as rows [B N, V].
+
+    In the loop the head's product makes such rows. As an argument of a program [B, N, V]
+    would have tiles of N rows, and be copied.
+    """
+
+    @functools.wraps(function)
+    def on_rows(settings, x, *others, **options):
+        batch = settings.temperature.shape[0]
+        x, others = jax.tree.map(
+            lambda a: a.reshape(batch, -1, a.shape[-1]) if a.shape == x.shape else a, (x, others)
+        )
+        return function(settings, x, *others, **options)
+
+    return on_rows
+
+
+def logits(tiny: bool) -> tuple:
+    """Eight sequences, K = 4: each row's settings, and logits of Llama 3's vocabulary."""
+    batch, vocab = (2, 1000) if tiny else (8, 128256)
+    settings = policy.make(batch, vocab, temperature=0.8, top_k=40, top_p=0.9)
+    return settings, np.asarray(3 * jax.random.normal(jax.random.key(0), (batch * 5, vocab)))
+
+
+def ends(tiny: bool) -> tuple:
+    """The same, and where each walk ended: at node 2, with a refused draft whose law is known."""
+    settings, x = logits(tiny)
+    batch = len(x) // 5
+    refused, node = np.full((batch, 1), -1), np.full(batch, 2)
+    end = law.End(node, keys.row_keys(range(batch), batch), refused, node + 1, np.zeros(batch, np.float32))
+    logq = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), x.shape))
+    return settings, x, by_rows(law.summarise_ref)(settings, jnp.asarray(x)), end, np.asarray(logq)
+
+
+def path(tiny: bool) -> tuple:
+    """A cache of Llama-3.1-8B, and a path of eight nodes that are not all where they belong."""
+    layers, slots = (2, 64) if tiny else (32, 8192)
+    dtype, shape = jnp.float32 if tiny else jnp.bfloat16, (1, 8, slots, 128)
+    cache = tuple(Entry(*np.random.default_rng(i).random((2, *shape)).astype(dtype)) for i in range(layers))
+    return cache, np.array([[0, 2, 5, 6, 9, 0, 0, 0]]), np.array([slots - 32])
+
+
 CASES = [
     Case("row sums", "tpu", row_sums, sum_rows, rows, temporaries=0.05),
     Case("page sums", "gpu", page_sums, sum_pages, pages),
+    Case("summarise", "tpu", by_rows(summarise_tpu.summarise), by_rows(law.summarise_ref), logits),
+    Case("race", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), ends),
+    Case("commit", "tpu", compact_tpu.compact, compact.compact_ref, path, donate=(0,)),
+    Case("commit", "gpu", compact_gpu.compact, compact.compact_ref, path, donate=(0,)),
     # what only a compiler refuses (tests/pallas/test_gates.py has the other planted bugs)
     Case("too much VMEM", "tpu", many_rows, sum_rows, huge, fails="RESOURCE_EXHAUSTED"),
     Case("too much SMEM", "gpu", many_tiles, sum_pages, pages, fails="shared memory"),
