@@ -58,7 +58,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """
 NODES, SLOTS, VOCAB = 5, 8192, 128256
 STEP = "step, plain"
-COPY = re.compile(r"= \(?\w+\[([\d,]+)\](\{[^}]*\})? (?:copy|copy-start|transpose|pad)\(")
+COPY = re.compile(r"= \(?\w+\[([\d,]+)\](\{[^}]*\})?[^=\n]* (?:copy|copy-start|transpose|pad)\(")
 
 
 class Outcome(NamedTuple):
@@ -246,16 +246,15 @@ def compile_all(chip: str, only: str) -> list[Outcome]:
     )
     outcomes, current = [], "start"
     with tempfile.TemporaryFile("w+") as log:
-        worker = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=log)
-        assert worker.stdout
-        for line in worker.stdout:
-            found = json.loads(line)
-            if isinstance(found, str):
-                current = found
-            else:
-                outcomes.append(Outcome(*found))
-                report(outcomes[-1])
-        if worker.wait():
+        with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=log) as worker:
+            for line in worker.stdout or ():
+                found = json.loads(line)
+                if isinstance(found, str):
+                    current = found
+                else:
+                    outcomes.append(Outcome(*found))
+                    report(outcomes[-1])
+        if worker.returncode:
             log.seek(0)
             end = f"the compiler ended with {worker.returncode}: {log.read()[-2000:]}"
             outcomes.append(Outcome(current, chip, fault=end))

@@ -39,9 +39,10 @@ def worst(found: Any, expected: Any) -> float:
         one, other = (np.asarray(x).astype(np.float64) for x in (one, other))
         if one.shape != other.shape or not np.array_equal(np.isfinite(one), np.isfinite(other)):
             return float("inf")
-        same = (one == other) | (np.isnan(one) & np.isnan(other))
-        if not same.all():
-            worst = max(worst, float(np.nan_to_num(np.abs(one - other)[~same], nan=np.inf).max()))
+        differs = ~((one == other) | (np.isnan(one) & np.isnan(other)))
+        if differs.any():
+            finite = np.isfinite(one[differs]).all()
+            worst = max(worst, float(np.abs(one[differs] - other[differs]).max()) if finite else np.inf)
     return worst
 
 

@@ -113,7 +113,7 @@ def huge(tiny: bool) -> tuple:
 
 
 def pages(tiny: bool) -> tuple:
-    return (integers(3 if tiny else 132, 256 if tiny else 1024, 256),)
+    return (integers(*((3, 16, 128) if tiny else (132, 1024, 256))),)
 
 
 def sum_rows(x):
