@@ -63,9 +63,9 @@ def as_rule(name: str, forget: bool = False) -> Verifier:
 
 def worst(rule: Verifier, kind: str) -> float:
     _, parent, drafts = rules.DRAFT_KINDS[kind]
-    names = ["neutral", "temperature 0", "temperature 0.7", "top-k", "top-p"]
+    names = ["neutral", "temperature 0", "top-p"]
     errors = []
-    for pair, name in itertools.product(list(rules.INSTANCES)[:3], names):
+    for pair, name in itertools.product(list(rules.INSTANCES)[:2], names):
         p, q, wanted = rules.laws(pair, name, parent)
         errors.append(rules.error(rule, p, drafts(q), wanted))
     return max(errors)
@@ -80,12 +80,16 @@ def test_a_race_that_forgets_what_was_refused_is_seen():
     assert worst(as_rule("token", forget=True), "points chain") > 0.01
 
 
-@pytest.mark.parametrize("rule", [verify.token, verify.block, verify.coupled], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [verify.token, *(pytest.param(one, marks=pytest.mark.slow) for one in (verify.block, verify.coupled))],
+)
 def test_law_of_the_loop(rule):
-    found = chi_square(*tiny(0), ngram(2, min_ngram=1), None, rule, rows=1000, decide=fused.make())
+    found = chi_square(*tiny(0), ngram(2, min_ngram=1), None, rule, rows=500, decide=fused.make())
     assert min(found.p_values) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["token", "coupled"])
 def test_the_loop_writes_the_same_text_with_interpreted_kernels(rule):
     """Same coins, same noise: not only the same law."""
@@ -100,7 +104,7 @@ def test_the_loop_writes_the_same_text_with_interpreted_kernels(rule):
             target=target,
             key=[5, 6],
             drafter=ngram(2, min_ngram=1),
-            max_new_tokens=6,
+            max_new_tokens=4,
             temperature=[1.0, 0.8],
             top_p=[1.0, 0.9],
             verifier=rule,

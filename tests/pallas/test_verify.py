@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,17 @@ def same(one, other) -> None:
     )
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "adjusted"])
-@pytest.mark.parametrize("drawn", [False, True], ids=["points", "drawn"])
-@pytest.mark.parametrize("tree_of", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("rule", RULES)
+QUICK = {("token", False, True, False), ("token", True, False, True), ("block", False, True, False)}
+QUICK |= {("greedy", True, False, False), ("coupled", False, False, False), ("token", True, True, False)}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(RULES, (False, True), (False, True), (False, True))
+    if not (case[0] == "block" and case[1])  # it judges chains
+]
+
+
+@pytest.mark.parametrize(("rule", "tree_of", "drawn", "bias"), CASES)
 def test_fused_is_the_walk(rule, tree_of, drawn, bias):
-    if tree_of and rule == "block":
-        pytest.skip("block judges chains")
     more = dict(logit_bias={5: 3.0}, repetition_penalty=1.2, min_new_tokens=9) if bias else {}
     rows, history = cases.settings(VOCAB, **more), cases.history(VOCAB)
     accepted = 0
@@ -59,8 +64,9 @@ def test_fused_is_the_walk(rule, tree_of, drawn, bias):
     assert accepted > 8
 
 
-@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
-@pytest.mark.parametrize("tree_of", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("rule", "tree_of"), [("greedy", True), ("token", False), ("token", True), ("coupled", False)]
+)
 def test_bad_rows_end_the_walk(rule, tree_of):
     """NaN, +inf and rows of -inf alone; -inf at single tokens is a law."""
     bad = np.zeros((cases.BATCH, NODES, VOCAB), np.float32)
