@@ -1,4 +1,4 @@
-"""How many bytes the kernels may move by the count of `jspec.pallas.traffic`, at real shapes where that is quick."""
+"""How many bytes the kernels may move, by the count of `jspec.pallas.traffic`; at real shapes where quick."""
 
 from __future__ import annotations
 
