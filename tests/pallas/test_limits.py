@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -62,7 +64,9 @@ def test_the_two_passes_of_fused_verification(child):
 @pytest.mark.parametrize("module", ["attention_tpu", "attention_gpu"])
 def test_attention_reads_the_cache_once_for_all_rows(module):
     """Eight rows at 8k context: at most 1.15 x the bytes of one row, and no slot beyond the length."""
-    attention = pytest.importorskip(f"jspec.pallas.{module}")
+    if importlib.util.find_spec(f"jspec.pallas.{module}") is None:
+        pytest.skip("it is not here yet")
+    attention = importlib.import_module(f"jspec.pallas.{module}")
 
     def moved(rows: int, length: int) -> int:
         def attend(query, keys, values, length):
