@@ -32,6 +32,7 @@ Static: mesh, axis, shapes, rule. Traced: all data. All other mesh axes are left
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -55,7 +56,7 @@ from jspec.types import Proposal, Verdict
 
 log = logging.getLogger(__name__)
 
-PIECE = 1024
+PIECE = 512
 """Ids that a histogram takes at a time."""
 
 LOW = 5
@@ -118,7 +119,7 @@ def make(mesh: Mesh, axis: str) -> Callable[..., Verdict]:
     ) -> Verdict:
         verify.check_legal(verifier, "chain" if proposal.tree.mask is None else "tree")
         _check_vocab(logits.shape[-1], axis, shards)
-        if fused.rule_of(fused.Reads(), verifier, proposal) is None:
+        if fused.rule_of(verifier, proposal) is None:
             log.info("the rule %r is judged by plain code on sharded logits", verifier.name)
             return walk.decide(verifier, policy, history, key, position, proposal, logits, depth)
 
@@ -174,7 +175,7 @@ def _judge(
         tokens = _local(part, proposal.tokens)
         x = target_law.adjust(policy, here, tokens, proposal.tree, x.astype(jnp.float32))
     reads = fused.Reads(
-        summarise=lambda policy, x: summarise(part, policy, x),
+        survey=lambda *given: survey(part, *given),
         race=lambda *given: race(part, *given),
         entry=lambda x, node, token: _entry(part, x, node, token),
         greatest=lambda x: _greatest(part, x),
@@ -196,7 +197,7 @@ def _entry(
     """Single logits, from the shards that have them."""
     own = _local(part, token)
     value = x[jnp.arange(x.shape[0])[:, None], node, jnp.minimum(own, part.width - 1)].astype(jnp.float32)
-    return jax.lax.psum(jnp.where(own < part.width, value, 0.0), part.axis)
+    return jax.lax.pmax(jnp.where(own < part.width, value, -jnp.inf), part.axis)
 
 
 def _greatest(part: Slice, x: Float[Array, "B N W"]) -> Float[Array, "B N"]:
@@ -205,8 +206,11 @@ def _greatest(part: Slice, x: Float[Array, "B N W"]) -> Float[Array, "B N"]:
     return jax.lax.pmax(jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1), part.axis)
 
 
-def summarise(part: Slice, policy: Policy, x: Float[Array, "B N W"]) -> Summary:
-    """The law of each row (`jspec.pallas.law.summarise_ref`) from a slice of it, under `jax.shard_map`.
+def survey(
+    part: Slice, policy: Policy, x: Float[Array, "B N W"], entries: Callable[[], Any] = lambda: None
+) -> tuple[Summary, Any]:
+    """The law of each row (`jspec.pallas.law.summarise_ref`) from a slice of it, under
+    `jax.shard_map`; and ``entries()``, whose own exchange is part of the first step.
 
     The cut by top-k is exact, that by top-p is up to the rounding of the weights' sums.
     """
@@ -215,65 +219,91 @@ def summarise(part: Slice, policy: Policy, x: Float[Array, "B N W"]) -> Summary:
     sampled = policy.temperature > 0
     by_count = any_of(sampled & (policy.top_k > 0))
     by_weight = any_of(sampled & (policy.top_p < 1))
-    rows, bits = x.shape[:2], jnp.finfo(x.dtype).bits
 
-    def first(wanted: Array, width: int, weight: Callable | None) -> Array:
-        """The first digit's histogram, which waits for no other digit."""
-        nothing = jnp.zeros((*rows, 1 << width), jnp.int32 if weight is None else jnp.float32)
-        whole = jnp.zeros((*rows, 1), jnp.uint32)
-        take = lambda: _histogram(part, x, bits, width, whole, weight)  # noqa: E731
-        return jax.lax.cond(wanted, take, lambda: nothing)
+    # Whole branches, entries too: XLA's CPU code confuses collectives that run beside a
+    # conditional with those in it. Within a branch no collective is in a conditional.
+    def truncated() -> tuple[Summary, Any]:
+        return _truncated(part, policy, x, by_count, by_weight), entries()
 
+    def whole() -> tuple[Summary, Any]:
+        top = _top(part, x)
+        total = jax.lax.psum(_total(policy, x, top), part.axis)
+        return _summary(top, jnp.full_like(top, -jnp.inf), total, _best(part, x, top)), entries()
+
+    return jax.lax.cond(by_count | by_weight, truncated, whole)
+
+
+def _summary(top: Array, cut: Array, total: Array, best: Array) -> Summary:
+    return Summary(top[..., 0], cut[..., 0], jnp.log(total)[..., 0], best)
+
+
+def _top(part: Slice, x: Array) -> Float[Array, "B N 1"]:
     top = _greatest(part, x)
-    top = jnp.where(jnp.isfinite(top), top, jnp.nan)[..., None]
-    counts = first(by_count, COUNTS[bits][0], None)
+    return jnp.where(jnp.isfinite(top), top, jnp.nan)[..., None]
 
-    def weight(x: Array) -> Array:
-        return jnp.exp(truncate.scale(policy, x.astype(jnp.float32), top))
 
-    weights = first(by_weight, WEIGHTS[bits][0], weight)
-    # What min-p keeps and what top-k and top-p keep are each all from some logit on, so one
-    # lies within the other, and what both keep weighs the lesser of the two.
-    least = jnp.full_like(top, -jnp.inf)
-    kept = truncate.kept(policy, x.astype(jnp.float32), top, least, 0.0)
-    total = jax.lax.psum(jnp.sum(jnp.exp(kept), axis=-1, keepdims=True), part.axis)
+def _best(part: Slice, x: Array, top: Array) -> Int[Array, "B N"]:
     index = part.first + jnp.arange(part.width)
     best = jax.lax.pmin(jnp.min(jnp.where(x == top, index, part.vocab), axis=-1), part.axis)
+    return jnp.where(best < part.vocab, best, 0)
 
-    cut, mass = jax.lax.cond(
-        by_count,
-        lambda: _kth_greatest(part, policy, x, weight, counts),
-        lambda: (least, jnp.full_like(top, jnp.inf)),
-    )
-    cut, mass = jax.lax.cond(
-        by_weight,
-        lambda: _nucleus(part, policy, x, weight, weights, cut, mass),
-        lambda: (cut, mass),
-    )
-    log_total = jnp.log(jnp.minimum(total, mass))
-    return Summary(top[..., 0], cut[..., 0], log_total[..., 0], jnp.where(best < part.vocab, best, 0))
+
+def _weight(policy: Policy, x: Array, top: Array) -> Float[Array, "..."]:
+    return jnp.exp(truncate.scale(policy, x.astype(jnp.float32), top))
+
+
+def _total(policy: Policy, x: Array, top: Array) -> Float[Array, "B N 1"]:
+    """What min-p keeps of the slice."""
+    kept = truncate.kept(policy, x.astype(jnp.float32), top, jnp.full_like(top, -jnp.inf), 0.0)
+    return jnp.sum(jnp.exp(kept), axis=-1, keepdims=True)
+
+
+def _truncated(part: Slice, policy: Policy, x: Array, by_count: Array, by_weight: Array) -> Summary:
+    """Top-k's threshold and then, of the mass that it left, top-p's."""
+    bits = jnp.finfo(x.dtype).bits
+    take = functools.partial(_histogram, part, x)
+    everything = jnp.zeros((*x.shape[:2], 1), jnp.uint32)
+    counts = take(by_count, bits, COUNTS[bits][0], everything, None)
+    counts = jax.lax.psum(counts.astype(jnp.int32), part.axis)  # step 1
+    top = _top(part, x)
+    best = _best(part, x, top)
+
+    def weight(x: Array) -> Array:
+        return _weight(policy, x, top)
+
+    weights = take(by_weight, bits, WEIGHTS[bits][0], everything, weight)
+    # One exchange: XLA may join sums that wait for nothing, but must not make a wide one wider.
+    both = jnp.concatenate([_total(policy, x, top), weights], axis=-1)
+    total, weights = jnp.split(jax.lax.psum(both, part.axis), [1], axis=-1)  # step 2
+
+    cut, mass = _kth_greatest(part, policy, x, weight, counts, functools.partial(take, by_count))
+    cut, mass = jnp.where(by_count, cut, -jnp.inf), jnp.where(by_count, mass, jnp.inf)
+    new, new_mass = _nucleus(part, policy, x, weight, weights, cut, mass, functools.partial(take, by_weight))
+    cut, mass = jnp.where(by_weight, new, cut), jnp.where(by_weight, new_mass, mass)
+    # What min-p keeps and what top-k and top-p keep are each all from some logit on, so one
+    # lies within the other, and what both keep weighs the lesser of the two.
+    return _summary(top, cut, jnp.minimum(total, mass), best)
 
 
 def _kth_greatest(
-    part: Slice, policy: Policy, x: Array, weight: Callable, first: Int[Array, "B N F"]
+    part: Slice, policy: Policy, x: Array, weight: Callable, counts: Array, take: Callable[..., Array]
 ) -> tuple[Float[Array, "B N 1"], Float[Array, "B N 1"]]:
     """The logit that top-k cuts at, from the first digit's counts; and the weight from it on."""
     bits = jnp.finfo(x.dtype).bits
-    widths = COUNTS[bits]
+    left, widths = bits - COUNTS[bits][0], COUNTS[bits][1:]
     k = truncate.each(jnp.where(policy.top_k > 0, jnp.minimum(policy.top_k, part.vocab), part.vocab))
-    digit, above = _digit(first, k, jnp.zeros_like(k))
+    digit, above = _digit(counts, k, jnp.zeros_like(k))
     prefix = digit.astype(jnp.uint32)
-    for index, width in enumerate(widths[1:], 2):
-        left = bits - sum(widths[: index - 1])
-        if index == len(widths):
-            greater = (_ordered(x) >> left) > prefix
-            sure = jax.lax.psum(jnp.sum(jnp.where(greater, weight(x), 0), -1, keepdims=True), part.axis)
-        counts = _histogram(part, x, left, width, prefix, None)
+    for width in widths:
+        group = prefix
+        counts = jax.lax.psum(take(left, width, group, None).astype(jnp.int32), part.axis)
         digit, above = _digit(counts, k, above)
-        group, prefix = prefix, _append(prefix, digit, width)
+        prefix, left = _append(group, digit, width), left - width
+    greater = jnp.where((_ordered(x) >> width) > group, weight(x), 0)
+    sure = jax.lax.psum(jnp.sum(greater, axis=-1, keepdims=True), part.axis)
     # A number of the last digit is one logit: its weight is known, no histogram of weights is needed.
-    number = jnp.arange(1 << widths[-1], dtype=jnp.uint32)
-    value = _float(_append(group, number, widths[-1]), x.dtype).astype(jnp.float32)
+    number = jnp.arange(1 << width, dtype=jnp.uint32)
+    value = _float(_append(group, number, width), x.dtype)
     some = jnp.where((number >= digit.astype(jnp.uint32)) & (counts > 0), counts * weight(value), 0)
     return _float(prefix, x.dtype).astype(jnp.float32), sure + jnp.sum(some, axis=-1, keepdims=True)
 
@@ -283,25 +313,25 @@ def _nucleus(
     policy: Policy,
     x: Array,
     weight: Callable,
-    first: Float[Array, "B N F"],
+    weights: Array,
     cut: Float[Array, "B N 1"],
     mass: Float[Array, "B N 1"],
+    take: Callable[..., Array],
 ) -> tuple[Float[Array, "B N 1"], Float[Array, "B N 1"]]:
-    """What top-p makes of the cut and the weight from it on: as `truncate.truncate`, which
-    takes of the mass that top-k left the share p."""
+    """What top-p makes of the cut and the weight from it on, as `truncate.truncate`."""
     bits = jnp.finfo(x.dtype).bits
-    widths = WEIGHTS[bits]
+    left, widths = bits - WEIGHTS[bits][0], WEIGHTS[bits][1:]
     top_p = truncate.each(policy.top_p)
-    mass = jnp.minimum(mass, jnp.sum(first, axis=-1, keepdims=True))
+    mass = jnp.minimum(mass, jnp.sum(weights, axis=-1, keepdims=True))
     need = jnp.maximum(top_p * mass, jnp.finfo(jnp.float32).tiny)
-    digit, above = _digit(first, need, jnp.zeros_like(need))
-    prefix, left = digit.astype(jnp.uint32), bits - widths[0]
+    digit, above = _digit(weights, need, jnp.zeros_like(need))
+    prefix = digit.astype(jnp.uint32)
 
-    def after_top_k(x: Array) -> Array:
+    def left_by_top_k(x: Array) -> Array:
         return jnp.where(x < cut, 0, weight(x))
 
-    for width in widths[1:]:
-        weights = _histogram(part, x, left, width, prefix, after_top_k)
+    for width in widths:
+        weights = jax.lax.psum(take(left, width, prefix, left_by_top_k), part.axis)
         digit, above = _digit(weights, need, above)
         prefix, left = _append(prefix, digit, width), left - width
     new = _float(prefix, x.dtype).astype(jnp.float32)
@@ -343,19 +373,19 @@ def _digit(histogram: Array, need: Array, above: Array) -> tuple[Int[Array, "B N
 def _histogram(
     part: Slice,
     x: Float[Array, "B N W"],
+    wanted: Bool[Array, ""],
     left: int,
     width: int,
     prefix: UInt32[Array, "B N 1"],
     weight: Callable[[Array], Array] | None,
-) -> Array:
-    """Of the next ``width`` bits: how many logits of the whole row have each number there, or
+) -> Float[Array, "B N F"]:
+    """Of the next ``width`` bits: how many logits of the slice have each number there, or
     what they weigh, of those whose bits before the last ``left`` are ``prefix``."""
-    piece = min(PIECE, part.width)
-    low = jnp.arange(1 << LOW)
-    high = jnp.arange(1 << (width - LOW))
+    piece = min(PIECE, x.shape[2])
+    low, high = jnp.arange(1 << LOW), jnp.arange(1 << (width - LOW))
 
     def add(total: Array, index: Array) -> tuple[Array, None]:
-        start = jnp.minimum(index * piece, part.width - piece)  # the last piece may overlap the one before
+        start = jnp.minimum(index * piece, x.shape[2] - piece)  # the last may overlap the one before
         some = jax.lax.dynamic_slice_in_dim(x, start, piece, axis=2)
         order = _ordered(some)
         new = start + jnp.arange(piece) >= index * piece
@@ -363,18 +393,18 @@ def _histogram(
         digit = ((order >> (left - width)) & jnp.uint32(2**width - 1)).astype(jnp.int32)
         rows = (jnp.where(inside, digit >> LOW, -1)[..., None] == high).astype(jnp.float32)
         columns = (digit & ((1 << LOW) - 1))[..., None] == low
-        parts = [jnp.ones_like(some, jnp.float32)] if weight is None else _thirds(weight(some))
+        parts = [jnp.ones(some.shape)] if weight is None else _thirds(weight(some))
         columns = jnp.concatenate([jnp.where(columns, one[..., None], 0) for one in parts], axis=-1)
         product = jnp.einsum("bnvh,bnvl->bnhl", rows, columns, precision=jax.lax.Precision.DEFAULT)
         return total + product, None
 
-    columns = low.size * (1 if weight is None else 3)
-    empty = jnp.zeros((*x.shape[:2], high.size, columns), jnp.float32)
+    parts = 1 if weight is None else 3
+    empty = jnp.zeros((*x.shape[:2], high.size, parts * low.size))
     empty = jax.lax.pcast(empty, part.axis, to="varying")
-    total, _ = jax.lax.scan(add, empty, jnp.arange(math.ceil(part.width / piece)))
-    total = total.reshape(*x.shape[:2], high.size, -1, low.size).sum(axis=3)
-    total = total.reshape(*x.shape[:2], 1 << width)
-    return jax.lax.psum(total.astype(jnp.int32) if weight is None else total, part.axis)
+    pieces = jnp.arange(math.ceil(x.shape[2] / piece))
+    total = jax.lax.cond(wanted, lambda: jax.lax.scan(add, empty, pieces)[0], lambda: empty)
+    total = total.reshape(*x.shape[:2], high.size, parts, low.size).sum(axis=3)
+    return total.reshape(*x.shape[:2], 1 << width)
 
 
 def _thirds(weight: Float[Array, "..."]) -> list[Float[Array, "..."]]:

@@ -53,12 +53,12 @@ def _greatest(x: Float[Array, "B N V"]) -> Float[Array, "B N"]:
 class Reads:
     """All that reads rows as wide as the vocabulary, as values: `jspec.pallas.sharded` has its own."""
 
-    summarise: Summarise = laws.summarise_ref
-    race: Race = laws.race_ref
+    survey: Callable[..., tuple[Summary, Any]]  # (policy, x, entries) -> the summary, entries()
+    race: Race
     entry: Callable[..., Array] = _entry  # (x, node, token) -> one logit each, [B, M]
     greatest: Callable[[Array], Array] = _greatest  # of each row; not finite where it has NaN or +inf
     each: Callable[..., Any] = jax.lax.map  # (a race, nodes) -> the races of all of them
-    block: Callable[..., Verdict] | None = None  # the block rule where it needs rows
+    block: Callable[..., Verdict] | None = None  # the block rule, where it has a form of its own
 
 
 class Round(NamedTuple):
@@ -78,7 +78,11 @@ class Round(NamedTuple):
 
 def make(summarise: Summarise = laws.summarise_ref, race: Race = laws.race_ref) -> Callable[..., Verdict]:
     """Build a ``decide`` with the signature of `jspec.sampling.walk.decide` from the two passes."""
-    reads = Reads(summarise, race)
+
+    def survey(policy: Policy, x: Array, entries: Callable[[], Any]) -> tuple[Summary, Any]:
+        return summarise(policy, x), entries()
+
+    reads = Reads(survey, race)
 
     def decide(
         verifier: Verifier,
@@ -118,11 +122,11 @@ def judge_by(
     depth: int,
 ) -> Verdict:
     """The verdict on adjusted logits."""
-    summary = reads.summarise(policy, x)
-    rule = rule_of(reads, verifier, proposal)
+    rule = rule_of(verifier, proposal)
     if rule is None:
         reason = "drawn siblings" if verifier is verify.token else "it has no fused form"
         log.info("the rule %r is judged by plain code, node by node: %s", verifier.name, reason)
+        summary, _ = reads.survey(policy, x, lambda: None)
 
         def rows(node: Array | None) -> Array:
             if node is None:
@@ -131,21 +135,28 @@ def judge_by(
             return laws.law(policy, *jax.tree.map(lambda part: part[row, node][:, None], (summary, x)))
 
         return walk.verify(verifier, key, position, proposal, rows, depth)
+    above = jnp.clip(proposal.tree.parent, 0)
+    summary, (own, drawn, log_q) = reads.survey(policy, x, lambda: _entries(reads, proposal, x, above))
     good = jnp.isfinite(summary.top)
     if proposal.tree.mask is None:  # it ends with its first bad law, also for rules that look ahead
         proposal = proposal._replace(count=jnp.minimum(proposal.count, 1 + jnp.cumprod(good, 1).sum(1)))
-    above = jnp.clip(proposal.tree.parent, 0)
-    logp = _at(policy, summary, reads.entry(x, above, proposal.tokens), above, proposal.tokens)
-    drawn, log_q = jnp.zeros(logp.shape, bool), jnp.zeros(logp.shape)
-    if proposal.logq is not None:  # as `siblings.has_law`
-        nodes = jnp.broadcast_to(jnp.arange(logp.shape[1]), logp.shape)
-        own = reads.entry(proposal.logq, nodes, proposal.tokens)
-        drawn = jnp.isfinite(reads.greatest(proposal.logq)) & (own > -jnp.inf)
-        log_q = jnp.where(drawn, own, 0.0)
+    logp = _at(policy, summary, own, above, proposal.tokens)
     return rule(Round(policy, key, position, proposal, x, summary, good, logp, drawn, log_q), reads, depth)
 
 
-def rule_of(reads: Reads, verifier: Verifier, proposal: Proposal) -> Callable[..., Verdict] | None:
+def _entries(reads: Reads, proposal: Proposal, x: Array, above: Array) -> tuple[Array, Array, Array]:
+    """Of each node's own token: the logit at its parent; whether it was drawn from a law
+    (`siblings.has_law`), and log q of that."""
+    own = reads.entry(x, above, proposal.tokens)
+    if proposal.logq is None:
+        return own, jnp.zeros(own.shape, bool), jnp.zeros(own.shape)
+    nodes = jnp.broadcast_to(jnp.arange(own.shape[1]), own.shape)
+    q = reads.entry(proposal.logq, nodes, proposal.tokens)
+    drawn = jnp.isfinite(reads.greatest(proposal.logq)) & (q > -jnp.inf)
+    return own, drawn, jnp.where(drawn, q, 0.0)
+
+
+def rule_of(verifier: Verifier, proposal: Proposal) -> Callable[..., Verdict] | None:
     """How a rule is judged without rows of probabilities; None: there is no way."""
     points, chain = proposal.logq is None, proposal.tree.mask is None
     if verifier is verify.greedy:
@@ -155,7 +166,7 @@ def rule_of(reads: Reads, verifier: Verifier, proposal: Proposal) -> Callable[..
     if verifier is verify.token and (points or chain):
         return _token
     if verifier is verify.block and chain:
-        return _token if points else reads.block or _block
+        return _token if points else _block
     return None
 
 
@@ -221,6 +232,8 @@ def _token(round: Round, reads: Reads, depth: int) -> Verdict:
 
 
 def _block(round: Round, reads: Reads, depth: int) -> Verdict:
+    if reads.block is not None:
+        return reads.block(round, reads, depth)
     rows = laws.law(round.policy, round.summary, round.x)
     chance = jax.vmap(verify.block.accept)(round.proposal, rows)
     return random(round, reads.race, chance, jax.vmap(verify.log_reach)(round.proposal, rows), depth)
