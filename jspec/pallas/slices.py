@@ -87,7 +87,9 @@ def survey(
     # Whole branches, entries too: XLA's CPU code confuses collectives that run beside a
     # conditional with those in it. Within a branch no collective is in a conditional.
     def truncated() -> tuple[Summary, Any]:
-        return _truncated(part, policy, x, by_count, by_weight), entries()
+        result = _truncated(part, policy, x, by_count, by_weight), entries()
+        # Else XLA finds the same exchange in both branches and makes it after them, a step more.
+        return jax.lax.optimization_barrier(result)
 
     def whole() -> tuple[Summary, Any]:
         top = _top(part, x)
