@@ -43,6 +43,7 @@ def make(mesh: Mesh, axis: str) -> Callable[..., Verdict]:
     """Build a ``decide`` with the signature of `jspec.sampling.walk.decide` for logits
     [B, N, V] (and draft laws) whose V is sharded over a mesh axis. Everything else that it
     takes is replicated over that axis, and so is the verdict.
+    (A bias sharded over V is allowed; whether any is used is then one more exchange, before the others.)
 
     Rules without a fused form (`jspec.pallas.verify`) go by the plain walk, under whatever
     exchange XLA chooses for it, and the reason is logged.

@@ -119,7 +119,7 @@ def summary(dtype) -> None:
         x = 4 * jax.random.normal(jax.random.key(seed), (batch, 3, VOCAB))
         x = (jnp.round(x / grid) * grid if grid else x).astype(dtype)
         x = x.at[:, 1, ::3].set(-jnp.inf).at[1, 1, 170].set(jnp.nan).at[2, 1, 9].set(jnp.inf)
-        x = x.at[3, 1].set(-jnp.inf).at[4, 1].set(-2.5).at[5, 1].set(-0.0).at[5, 1, ::2].set(0.0)
+        x = x.at[3, 1].set(-jnp.inf).at[4, 1].set(-2.5).at[6, 1].set(-0.0).at[6, 1, ::2].set(0.0)
         for used in (
             settings,
             settings | {"top_p": 1.0},
