@@ -23,7 +23,7 @@ INTERPRETS_TRANSPOSED = hasattr(plgpu, "InterpretGPUParams")
 """Whether the GPU interpreter takes ``ref.T`` as an operand of wgmma (from jax 0.12 on)."""
 
 
-def tpu_params(*semantics: str, **options: Any) -> pltpu.CompilerParams:
+def tpu_params(*semantics: Any, **options: Any) -> pltpu.CompilerParams:
     """Compiler settings of a TPU kernel: what each grid dimension is, "parallel" or "arbitrary"."""
     return pltpu.CompilerParams(dimension_semantics=semantics, **options)
 

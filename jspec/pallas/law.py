@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jspec.sampling import keys, truncate
 from jspec.sampling.policy import Policy
 
-__all__ = ["End", "Summary", "law", "race_ref", "summarise_ref"]
+__all__ = ["End", "Summary", "law", "left", "race_ref", "summarise_ref"]
 
 
 class Summary(NamedTuple):
@@ -83,29 +83,28 @@ def race_ref(
     >>> race_ref(rows, x, summarise_ref(rows, x), end)[0].tolist()
     [1]
     """
-    weights, logp = remaining(policy, x, summary, end, logq)
+    logp, weights = left(policy, x, summary, end, logq)
+    some = jnp.max(weights, axis=1, keepdims=True) > -jnp.inf
     noise = jax.vmap(lambda key: keys.gumbel(key, x.shape[2]))(keys.wrap(end.key))
-    token = keys.best(weights + noise)
+    token = keys.best(jnp.where(some, weights, logp) + noise)
     return token, logp[jnp.arange(x.shape[0]), token]
 
 
-def remaining(
+def left(
     policy: Policy,
     x: Float[Array, "B N V"],
     summary: Summary,
     end: End,
     logq: Float[Array, "B N V"] | None = None,
 ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
-    """The log-weights that a race is about, and the log p that they are left of."""
+    """log p at the row of each end, and the log-weights that its refused drafts leave of it."""
     row = jnp.arange(x.shape[0])
     own = jax.tree.map(lambda part: part[row, end.node][:, None], (summary, x))
     logp = law(policy, *own)[:, 0]
-    vocab = logp.shape[1]
-    refused = jnp.where(end.refused < 0, vocab, end.refused)
+    refused = jnp.where(end.refused < 0, logp.shape[1], end.refused)
     weights = logp.at[row[:, None], refused].set(-jnp.inf, mode="drop")
     if logq is not None:
         q = jnp.exp(logq[row, jnp.clip(end.child, 0)])
         excess = jnp.maximum(jnp.exp(logp + end.log_reach[:, None]) - q, 0.0)
         weights = jnp.where((end.child < 0)[:, None], weights, jnp.log(excess))
-    left = jnp.max(weights, axis=1, keepdims=True) > -jnp.inf
-    return jnp.where(left, weights, logp), logp
+    return logp, weights

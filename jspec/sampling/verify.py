@@ -185,33 +185,47 @@ the other, each with what the earlier ones left of p: `jspec.sampling.siblings`.
 
 def log_reach(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
     """log P_i: P_0 = 1, P_i = min(1, P_{i-1} · p(x_i)/q(x_i)); constant after the last draft."""
-    node = jnp.arange(law.shape[0])
-    ratio = jnp.where((node > 0) & (node < proposal.count), _log_ratio(proposal, law), 0.0)
+    return reach_of(_log_ratio(proposal, law), proposal.count)
+
+
+def reach_of(ratio: Float[Array, "N"], count: Int[Array, ""]) -> Float[Array, "N"]:
+    """`log_reach` from log p/q of each node's own token."""
+    node = jnp.arange(ratio.shape[0])
+    ratio = jnp.where((node > 0) & (node < count), ratio, 0.0)
 
     def reach(before, ratio):
         now = jnp.minimum(before + ratio, 0.0)
         return now, now
 
-    return jax.lax.scan(reach, jnp.zeros((), law.dtype), ratio, unroll=True)[1]
+    return jax.lax.scan(reach, jnp.zeros((), ratio.dtype), ratio, unroll=True)[1]
 
 
-def _block_chance(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
+def _block_chance(
+    total: Float[Array, "N"], reach: Float[Array, "N"], count: Int[Array, ""]
+) -> Float[Array, "N"]:
     """h_i = S/(S + 1 - P_i) with S = Σ max(P_i p - q, 0), h_γ = P_γ, and 0 beyond it."""
-    node = jnp.arange(law.shape[0])
-    reach = log_reach(proposal, law)
-    total = jax.vmap(lambda i: _excess(proposal, law, i, reach[i]).sum())(node)
+    node = jnp.arange(total.shape[0])
     below = total - jnp.expm1(reach)
     # Rounding must not lift h above 1, where 1 - h has no logarithm.
     chance = jnp.where(below > 0, jnp.minimum(total / jnp.where(below > 0, below, 1.0), 1.0), 1.0)
-    chance = jnp.where(node == proposal.count - 1, jnp.exp(reach), chance)
-    return jnp.where(node < proposal.count, chance, 0.0)
+    chance = jnp.where(node == count - 1, jnp.exp(reach), chance)
+    return jnp.where(node < count, chance, 0.0)
 
 
 def _block_accept(proposal: Proposal, law: Float[Array, "N V"]) -> Float[Array, "N"]:
     if proposal.logq is None:  # then G_i = P_i: the rule is the token rule
         return _token_accept(proposal, law)
+    reach = log_reach(proposal, law)
+    total = jax.vmap(lambda i: _excess(proposal, law, i, reach[i]).sum())(jnp.arange(law.shape[0]))
+    return block_chances(proposal, total, reach)
+
+
+def block_chances(
+    proposal: Proposal, total: Float[Array, "N"], reach: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """The block rule's chances from each node's P (``reach``, a logarithm) and Σ max(P p - q, 0)."""
     # G_i = h_i + (1 - h_i) G_{i+1}, that is 1 - G_i = Π_{j ≥ i} (1 - h_j)
-    misses = jnp.log1p(-_block_chance(proposal, law))
+    misses = jnp.log1p(-_block_chance(total, reach, proposal.count))
     kept = (-jnp.expm1(jax.lax.cumsum(misses, reverse=True))).at[0].set(1.0)
     before = kept[jnp.clip(proposal.tree.parent, 0)]
     return jnp.where(before > 0, kept / jnp.where(before > 0, before, 1.0), 0.0)

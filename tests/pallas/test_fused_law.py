@@ -28,6 +28,7 @@ CASES = [
     ("token", "points tree"),
     ("block", "sampled chain"),
 ]
+READS = fused.Reads(lambda *given: (law.summarise_ref(*given[:2]), given[2]()), law.race_ref)
 FLOAT32 = 2e-6
 
 
@@ -41,22 +42,19 @@ def as_rule(name: str, forget: bool = False) -> Verifier:
         if batch.logq is not None:
             batch = batch._replace(logq=batch.logq.astype(jnp.float32))
         rows = policy.make(1, vocab)
-        summary = law.summarise_ref(rows, x)
-        logp = fused._at(rows, summary, x, jnp.clip(batch.tree.parent, 0), batch.tokens)
-        zero = jnp.zeros(1, jnp.int32)
-        good = jnp.isfinite(summary.top)
-        return fused.Round(rows, jnp.zeros((1, 2), jnp.uint32), zero, batch, x, summary, good, logp)
+        zero, keys = jnp.zeros(1, jnp.int32), jnp.zeros((1, 2), jnp.uint32)
+        return fused.round_of(READS, rows, keys, zero, batch, x)
 
     def accept(proposal, p):
         return CHANCES[name](round_of(proposal, p))[0][0].astype(p.dtype)
 
     def residual(proposal, p, node):
         round = round_of(proposal, p)
-        end = fused.end_of(round, node[None].astype(jnp.int32), CHANCES[name](round)[1])
+        end = fused.end_at(round, CHANCES[name](round)[1], node[None].astype(jnp.int32))
         if forget:
             end = end._replace(child=end.child * 0 - 1, refused=end.refused * 0 - 1)
-        weights, _ = law.remaining(round.policy, round.x, round.summary, end, round.proposal.logq)
-        return weights[0].astype(p.dtype)
+        logp, weights = law.left(round.policy, round.x, round.summary, end, round.proposal.logq)
+        return jnp.where(jnp.max(weights) > -jnp.inf, weights, logp)[0].astype(p.dtype)
 
     return Verifier(f"fused {name}", accept, residual)
 
