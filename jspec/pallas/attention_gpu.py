@@ -97,7 +97,7 @@ def bytes_moved(
 
     >>> one, eight = (bytes_moved((1, rows, 32, 128), 8, 8320, [8192]) for rows in (1, 8))
     >>> one, eight
-    (34734080, 36962304)
+    (34701312, 37060608)
     """
     batch, rows, heads, channels = shape
     plan = _plan(batch, rows, heads, channels, kv_heads, slots, scratch, window, splits, block)
