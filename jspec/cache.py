@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -95,6 +96,35 @@ def write(
 ) -> Entry:
     """Put T scratch entries into the slots after ``length``. Raises ValueError for a ring that is smaller."""
     return Entry(_put(entry.keys, keys, length, wrap), _put(entry.values, values, length, wrap))
+
+
+def write_windows(
+    entry: Entry,
+    keys: Float[Array, "B T K C"],
+    values: Float[Array, "B T K C"],
+    length: Int[Array, "B"],
+    wrap: bool = False,
+) -> Entry:
+    """`write` for TPUs: one window a sequence, for which XLA keeps the cache laid out as kernels want it.
+
+    A window that does not fit is dropped whole; with `capacity` all fit. Rings go to `write`.
+    """
+    if wrap:
+        return write(entry, keys, values, length, wrap)
+    window = jax.lax.ScatterDimensionNumbers((0, 1, 2), (), (1,))
+
+    def put(buffer: Array, rows: Array, start: Array) -> Array:
+        return jax.lax.scatter(
+            buffer,
+            start[None],
+            rows.swapaxes(0, 1).astype(buffer.dtype),
+            window,
+            mode="drop",
+            unique_indices=True,
+            indices_are_sorted=True,
+        )
+
+    return Entry(*(jax.vmap(put)(b, r, length) for b, r in zip(entry, (keys, values), strict=True)))
 
 
 def compact(

@@ -87,7 +87,7 @@ def find_draft(target: Target, asked: Drafting) -> Found:
     if draft.startswith("self:"):
         model, params = _first_layers(target, draft.removeprefix("self:"))
     elif Path(draft).expanduser().exists():
-        other = load(draft, target.dtype)
+        other = load(draft, target.dtype, target.kernels.chosen)
         text.check_same_vocabulary(target.tokenizer, other.tokenizer)
         model, params = other.model, other.params
     else:
@@ -110,9 +110,10 @@ def _simulated(target: Target, asked: Drafting) -> Found:
 
 def _head(target: Target, folder: str, asked: Drafting) -> Found:
     """A draft head, and the target with the features that it reads."""
-    loaded = heads.load_head(folder, target.checkpoint)
+    kernels = target.kernels.of_model()
+    loaded = heads.load_head(folder, target.checkpoint, **kernels)
     model = target.checkpoint.family.make(
-        target.checkpoint.config, taps=loaded.head.taps, dtype=target.dtype, **target.kernels.of_model()
+        target.checkpoint.config, taps=loaded.head.taps, dtype=target.dtype, **kernels
     )
     drafter = head_drafter(loaded.kind, loaded.head, asked, model.vocab_size, model.max_length)
     return Found(loaded.kind, dataclasses.replace(target, model=model), drafter, loaded.params)

@@ -44,8 +44,9 @@ class LoadedHead:
     path: Path
 
 
-def load_head(path: str | Path, target: Checkpoint, dtype: Any = None) -> LoadedHead:
+def load_head(path: str | Path, target: Checkpoint, dtype: Any = None, **kernels: Any) -> LoadedHead:
     """Load the draft head in a folder for a loaded target; ``dtype``: the target's, unless given.
+    ``kernels``: options of `jspec.models.decoder.make_layers`.
 
     Raises `JspecError` for a folder that is no head, for the head of another target, and for
     a config or tensor that does not fit.
@@ -57,7 +58,7 @@ def load_head(path: str | Path, target: Checkpoint, dtype: Any = None) -> Loaded
     config = read_json(file) if file.is_file() or medusa.find(source.tensors) is None else {}
     kind = recognise(folder, config, source.tensors)
     dtype = target.params["embed"].dtype if dtype is None else jnp.dtype(dtype)
-    head, params, parsed = LOADERS[kind](config, source, target, dtype)
+    head, params, parsed = LOADERS[kind](config, source, target, dtype, **kernels)
     return LoadedHead(kind, head, params, parsed, folder)
 
 

@@ -29,7 +29,7 @@ TARGETS_OWN = frozenset(
 
 
 def load(
-    config: Mapping[str, Any], source: Source, target: Checkpoint, dtype: Any
+    config: Mapping[str, Any], source: Source, target: Checkpoint, dtype: Any, **kernels: Any
 ) -> tuple[Head, Params, Config]:
     """The head, its params (the target's embedding and head among them) and its settings."""
     speculators = "speculators_model_type" in config
@@ -43,7 +43,7 @@ def load(
         tree = weights(parsed, roots, norms=["", "norm"])
     params = load_params(tree, source, dtype)
     params |= {"embed": shared_embedding(params, target)} | target_head(target)
-    return make(parsed, dtype=dtype), params, parsed
+    return make(parsed, dtype=dtype, **kernels), params, parsed
 
 
 def read_original(config: Mapping[str, Any], source: Source) -> Config:

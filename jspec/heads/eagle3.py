@@ -35,7 +35,7 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def load(
-    config: Mapping[str, Any], source: Source, target: Checkpoint, dtype: Any
+    config: Mapping[str, Any], source: Source, target: Checkpoint, dtype: Any, **kernels: Any
 ) -> tuple[Head, Params, Config]:
     """The head, its params (with what it takes of the target's among them) and its settings."""
     parsed, tied = read_config(config, source, target)
@@ -55,7 +55,7 @@ def load(
         params |= {"rows": params["embed"]} if tied else target_head(target)
     if ids is not None and parsed.draft_vocab != total:  # else increasing ids are the same ids
         params["ids"] = jnp.asarray(ids, jnp.int32)
-    return make(parsed, dtype=dtype), params, parsed
+    return make(parsed, dtype=dtype, **kernels), params, parsed
 
 
 def roots(tensors: Collection[str], layers: int) -> list[str]:

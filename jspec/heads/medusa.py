@@ -45,7 +45,7 @@ def find(tensors: Collection[str]) -> Names | None:
 
 
 def load(
-    config: Mapping[str, Any], source: Source, target: Checkpoint, dtype: Any
+    config: Mapping[str, Any], source: Source, target: Checkpoint, dtype: Any, **kernels: Any
 ) -> tuple[Heads, Params, Config]:
     """The heads, their params (the target's head among them, where they share it) and settings."""
     names = find(source.tensors)

@@ -221,13 +221,28 @@ class Layers:
     commit: Callable[..., kv.Cache]
 
 
-def make_layers(config: Config, dtype: jax.typing.DTypeLike, attend: Callable, compact: Callable) -> Layers:
-    """The `Layers` of a config; the arguments are those of `make`."""
+def make_layers(
+    config: Config,
+    dtype: jax.typing.DTypeLike,
+    *,
+    attend: Callable = attend,
+    write: Callable = kv.write,
+    compact: Callable = kv.compact,
+    ring_multiple: int = 1,
+) -> Layers:
+    """The `Layers` of a config, with a cache of ``dtype``.
+
+    ``attend``, ``write`` and ``compact``: plain code, or what `jspec.pallas.select` has for a
+    device, with the signatures of `jspec.models.layers.attend`, `jspec.cache.write` and
+    `jspec.cache.compact`; of attention, what comes by keyword is passed only to the layers
+    that need it. ``ring_multiple``: the slots of a ring are rounded up to one.
+    """
     windows = tuple(config.window(index) for index in range(config.layers))
     scale = config.channels**-0.5 if config.scale is None else config.scale
 
     def init_cache(batch: int, slots: int, scratch: int | None = None) -> kv.Cache:
         sizes = [kv.ring_slots(slots, window, scratch) for window in windows]
+        sizes = [min(slots, -(-size // ring_multiple) * ring_multiple) for size in sizes]
         return kv.init(sizes, batch, config.kv_heads, config.channels, dtype)
 
     def forward(params: Params, cache: kv.Cache, x: Array, tree: Tree, attended: Array | None = None):
@@ -240,14 +255,14 @@ def make_layers(config: Config, dtype: jax.typing.DTypeLike, attend: Callable, c
             if config.attention_softcap is not None:
                 options["softcap"] = config.attention_softcap
 
-            def write(key, value, entry=entry, window=window):
-                return kv.write(entry, key, value, start, wrap=window is not None)
+            def store(key, value, entry=entry, window=window):
+                return write(entry, key, value, start, wrap=window is not None)
 
             def attention(query, entry, options=options):
                 return attend(query, *entry, cache.length, tree.mask, scale, **options)
 
             rope = config.rope if window is None else config.window_rope
-            x, entry = layer(config, p, x, position, write, attention, rope, attended)
+            x, entry = layer(config, p, x, position, store, attention, rope, attended)
             attended = None
             streams.append(x)
             entries.append(entry)
@@ -264,21 +279,18 @@ def make(
     *,
     taps: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
-    attend: Callable = attend,
-    compact: Callable = kv.compact,
+    **kernels: Any,
 ) -> Model:
     """Build the `Model` of a config.
 
     ``taps``: which residual streams become the features, concatenated in this order;
     k means the stream after k layers (Hugging Face's ``hidden_states[k]``), `FINAL` the
     state after the final norm. ``dtype`` is the cache's; params bring their own.
-    ``attend`` has the signature of `jspec.models.layers.attend`; what comes by keyword
-    there is passed only to the layers that need it. ``compact`` has the signature of
-    `jspec.cache.compact`. Raises ValueError for taps that are not there.
+    ``kernels``: options of `make_layers`. Raises ValueError for taps that are not there.
     """
     if bad := [t for t in taps if not FINAL <= t <= config.layers]:
         raise ValueError(f"taps {bad} outside 0..{config.layers} (or {FINAL}, after the final norm)")
-    layers = make_layers(config, dtype, attend, compact)
+    layers = make_layers(config, dtype, **kernels)
 
     def forward(params: Params, cache: kv.Cache, tokens: Array, tree: Tree):
         # A Python number takes the dtype of the embedding, as in transformers.

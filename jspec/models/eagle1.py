@@ -9,7 +9,7 @@ speculators' forms may add that norm and two more, of the embedding and of h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jspec import cache as kv
 from jspec.models import decoder
 from jspec.models.decoder import FINAL, layer_weights, linear_weights, make_layers, norm_weight, project
-from jspec.models.layers import Weight, attend, head_logits
+from jspec.models.layers import Weight, head_logits
 from jspec.types import Head, Params, Tree
 
 
@@ -63,15 +62,14 @@ def make(
     config: Config,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    attend: Callable = attend,
-    compact: Callable = kv.compact,
+    **kernels: Any,
 ) -> Head:
     """Build the `Head` of a config; the options are those of `decoder.make`.
 
     The params are those of `weights` with ``embed`` and ``head`` (or ``rows``) beside them.
     """
     settings = config.decoder
-    layers = make_layers(settings, dtype, attend, compact)
+    layers = make_layers(settings, dtype, **kernels)
 
     def norm(params: Params, name: str, x: Array) -> Array:
         return settings.norm(x, params[name], settings.norm_eps) if name in params else x

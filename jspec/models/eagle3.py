@@ -10,7 +10,7 @@ is a field of `Config` and off by default. Layers after the first are ordinary o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jspec import cache as kv
 from jspec.models import decoder
 from jspec.models.decoder import layer_weights, linear_weights, make_layers, norm_weight, project
-from jspec.models.layers import Weight, attend, head_logits
+from jspec.models.layers import Weight, head_logits
 from jspec.types import Head, Params, Tree
 
 
@@ -73,8 +72,7 @@ def make(
     config: Config,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    attend: Callable = attend,
-    compact: Callable = kv.compact,
+    **kernels: Any,
 ) -> Head:
     """Build the `Head` of a config; the options are those of `decoder.make`.
 
@@ -82,7 +80,7 @@ def make(
     and ``ids`` where the head has a vocabulary of its own.
     """
     settings = config.decoder
-    layers = make_layers(settings, dtype, attend, compact)
+    layers = make_layers(settings, dtype, **kernels)
 
     def norm(x: Array, weight: Array) -> Array:
         return settings.norm(x, weight, settings.norm_eps)

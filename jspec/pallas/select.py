@@ -26,16 +26,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Values for the builders: ``attend`` and ``compact`` of a model, ``decide`` of a decoder."""
+    """Values for the builders: ``decide`` is a decoder's, the others are a model's."""
 
     name: str
     attend: Callable[..., Any] = layers.attend
+    write: Callable[..., Any] = kv.write
     compact: Callable[..., Any] = kv.compact
+    ring_multiple: int = 1  # slots, so that rings are whole tiles
     decide: Callable[..., Any] = walk.decide
 
-    def of_model(self) -> dict[str, Callable[..., Any]]:
-        """The options of `jspec.models.decoder.make`."""
-        return {"attend": self.attend, "compact": self.compact}
+    def of_model(self) -> dict[str, Any]:
+        """The options of `jspec.models.decoder.make_layers`."""
+        names = ("attend", "write", "compact", "ring_multiple")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def chosen(self) -> str:
+        """What to ask `jspec.load` for, to get the same again."""
+        return "plain" if self is PLAIN else "auto"
 
 
 PLAIN = Kernels("plain")
@@ -61,24 +69,41 @@ def _of(platform: str, capability: str) -> Kernels:
         from jspec.pallas import attention_tpu, compact_tpu, race_tpu, summarise_tpu
 
         return _guarded(
-            "TPU", attention_tpu.attend, compact_tpu.compact, summarise_tpu.summarise, race_tpu.race
+            "TPU",
+            attention_tpu.attend,
+            kv.write_windows,
+            compact_tpu.compact,
+            summarise_tpu.summarise,
+            race_tpu.race,
         )
     if platform in ("gpu", "cuda") and capability.startswith("9."):
         from jspec.pallas import attention_gpu, compact_gpu, race_gpu, summarise_gpu
 
         return _guarded(
-            "Hopper", attention_gpu.attend, compact_gpu.compact, summarise_gpu.summarise, race_gpu.race
+            "Hopper",
+            attention_gpu.attend,
+            kv.write,
+            compact_gpu.compact,
+            summarise_gpu.summarise,
+            race_gpu.race,
         )
     log.warning("plain code: there are no kernels for %s %s", platform, capability)
     return PLAIN
 
 
-def _guarded(name: str, attend: Callable, compact: Callable, summarise: Callable, race: Callable) -> Kernels:
+def _guarded(
+    name: str, attend: Callable, write: Callable, compact: Callable, summarise: Callable, race: Callable
+) -> Kernels:
     decide = verify.make(
         or_plain("summarise", summarise, law.summarise_ref), or_plain("race", _threefry(race), law.race_ref)
     )
     return Kernels(
-        name, or_plain("attention", attend, layers.attend), or_plain("commit", compact, kv.compact), decide
+        name,
+        attend=or_plain("attention", attend, layers.attend),
+        write=write,
+        compact=or_plain("commit", compact, kv.compact),
+        ring_multiple=16,
+        decide=decide,
     )
 
 
