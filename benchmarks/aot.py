@@ -2,9 +2,10 @@
 
     python benchmarks/aot.py [--chip v5e --chip h100 ...] [--only STEP_OR_KERNEL]
 
-The cases are those of `kernel_cases.py`, and ``step``: one round of the plain loop for
+The cases are those of `kernel_cases.py`, and ``step``: one round of the loop for
 Llama-3.1-8B, drafts by a model of Llama-3.2-1B's shapes, K = 4, one row of 8192 slots in
-bfloat16, on as many chips as hold it. For each: seconds to compile, bytes of arguments and
+bfloat16, on as many chips as hold it: with the kernels that `jspec.pallas.select` picks on
+one chip, in plain code on several. For each: seconds to compile, bytes of arguments and
 temporaries, bytes updated in place ("alias"), and how many copies as large as the logits (of
 a kernel: as its largest input) the program makes. It ends with 1 when a case fails, is not
 refused though it should be, does not fit the chip's memory, or passes a limit.
@@ -57,7 +58,7 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
 NODES, SLOTS, VOCAB = 5, 8192, 128256
-STEP = "step, plain"
+STEP = "step"
 COPY = re.compile(r"= \(?\w+\[([\d,]+)\](\{[^}]*\})?[^=\n]* (?:copy|copy-start|transpose|pad)\(")
 
 
@@ -95,7 +96,7 @@ def placed(mesh: Any, tree: Any, spec: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def step(mesh: Any) -> tuple[Any, tuple]:
+def step(mesh: Any, platform: str) -> tuple[Any, tuple]:
     """The compiled loop's step and its abstract arguments, weights and caches sharded over the heads."""
     import jax
     import jax.numpy as jnp
@@ -104,14 +105,18 @@ def step(mesh: Any) -> tuple[Any, tuple]:
     from jspec import make_decoder
     from jspec.models import llama
     from jspec.models.layers import Weight
+    from jspec.pallas import select
     from jspec.sampling import policy, verify
     from jspec.sampling.drafters import model as drafters
     from jspec.types import Request
 
     target = llama.Config(VOCAB, 4096, 14336, 32, 32, 8, 128, 131072)
     draft = llama.Config(VOCAB, 2048, 8192, 16, 32, 8, 64, 131072, tied=True)
-    models = [llama.make(config, dtype=jnp.bfloat16) for config in (target, draft)]
-    decoder = make_decoder(models[0], drafters.model(models[1], NODES - 1), verify.token)
+    # Kernels are not partitioned by XLA: on several chips they need a shard_map around them.
+    kernels = select.of_kind(platform, "9.0") if mesh.size == 1 else select.PLAIN
+    models = [llama.make(c, dtype=jnp.bfloat16, **kernels.of_model()) for c in (target, draft)]
+    drafter = drafters.model(models[1], NODES - 1)
+    decoder = make_decoder(models[0], drafter, verify.token, decide=kernels.decide)
 
     def weight(w: Weight):
         spec = P(*("chips" if a in ("heads", "kv_heads", "mlp", "vocab") else None for a in w.axes))
@@ -149,11 +154,12 @@ def compile_case(name: str, case: Any, chip: str, devices: list[Any]) -> Outcome
         args = placed(mesh, case.inputs(False), lambda path, leaf: P())
         watched = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(args))
     else:
-        function, args = step(mesh)
+        function, args = step(mesh, CHIPS[chip].platform)
         watched = NODES * VOCAB // mesh.size
     began = time.perf_counter()
     try:
-        program = function.lower(*args).compile()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # it names the chip
+            program = function.lower(*args).compile()
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip()
         refused = case and case.fails and case.fails.lower() in text.lower()

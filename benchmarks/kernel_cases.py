@@ -17,8 +17,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec import tree
 from jspec.cache import Entry
-from jspec.pallas import compact, compact_gpu, compact_tpu, compat, law, race_tpu, summarise_tpu
+from jspec.pallas import (
+    attention,
+    attention_gpu,
+    attention_tpu,
+    compact,
+    compact_gpu,
+    compact_tpu,
+    compat,
+    law,
+    race_gpu,
+    race_tpu,
+    summarise_gpu,
+    summarise_tpu,
+)
 from jspec.sampling import keys, policy
 
 
@@ -167,11 +181,50 @@ def path(tiny: bool) -> tuple:
     return cache, np.array([[0, 2, 5, 6, 9, 0, 0, 0]]), np.array([slots - 32])
 
 
+def scaled(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention as a function of arrays alone."""
+
+    @functools.wraps(attend)
+    def of_arrays(*arrays, **options):
+        return attend(*arrays, arrays[0].shape[-1] ** -0.5, **options)
+
+    return of_arrays
+
+
+def rows_and_cache(tiny: bool) -> tuple:
+    """Eight nodes of a tree over a long cache: heads of Llama-3.1-8B, bfloat16."""
+    slots, heads, kv_heads = (192, 8, 2) if tiny else (8192, 32, 8)
+    draw = np.random.default_rng(0)
+    query = draw.normal(size=(1, 8, heads, 128)).astype(jnp.bfloat16)
+    keys, values = draw.normal(size=(2, 1, kv_heads, slots, 128)).astype(jnp.bfloat16)
+    mask = tree.from_parents(jnp.array([[-1, 0, 0, 1, 1, 2, 3, 6]])).mask
+    return query, keys, values, np.array([slots - 8], np.int32), np.asarray(mask)
+
+
 CASES = [
     Case("row sums", "tpu", row_sums, sum_rows, rows, temporaries=0.05),
     Case("page sums", "gpu", page_sums, sum_pages, pages),
     Case("summarise", "tpu", by_rows(summarise_tpu.summarise), by_rows(law.summarise_ref), logits),
     Case("race", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), ends),
+    Case("summarise", "gpu", by_rows(summarise_gpu.summarise), by_rows(law.summarise_ref), logits, 1e-4),
+    Case("race", "gpu", by_rows(race_gpu.race), by_rows(law.race_ref), ends, 1e-4),
+    Case(
+        "attention",
+        "tpu",
+        scaled(attention_tpu.attend),
+        scaled(attention.attend_ref),
+        rows_and_cache,
+        tolerance=0.03,
+    ),
+    Case(
+        "attention",
+        "gpu",
+        scaled(attention_gpu.attend),
+        scaled(attention.attend_ref),
+        rows_and_cache,
+        tolerance=0.03,
+        temporaries=0.1,  # the partial sums of the splits
+    ),
     Case("commit", "tpu", compact_tpu.compact, compact.compact_ref, path, donate=(0,)),
     Case("commit", "gpu", compact_gpu.compact, compact.compact_ref, path, donate=(0,)),
     # what only a compiler refuses (tests/pallas/test_gates.py has the other planted bugs)

@@ -46,3 +46,14 @@ def test_capacity_leaves_room_for_the_scratch_of_finished_rows():
     for prompt, new, nodes, chunk in [(1, 1, 1, 64), (1000, 24, 5, 512), (100, 200, 65, 64)]:
         slots = kv.capacity(prompt, new, nodes, chunk)
         assert slots >= prompt + new + max(nodes, chunk) and slots % 64 == 0
+
+
+def test_windows_are_written_where_rows_are():
+    """The form for TPUs; a ring goes to the plain one."""
+    entry = kv.Entry(*jnp.arange(2 * 2 * 3 * 12 * 4.0).reshape(2, 2, 3, 12, 4))
+    rows = -jnp.arange(2 * 5 * 3 * 4.0).reshape(2, 5, 3, 4)
+    for length in ([0, 7], [3, 3]):
+        for wrap in (False, True):
+            given = entry, rows, rows + 1, jnp.array(length), wrap
+            for one, other in zip(kv.write(*given), kv.write_windows(*given), strict=True):
+                np.testing.assert_array_equal(one, other)

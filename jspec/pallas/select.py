@@ -58,11 +58,12 @@ def select(device: jax.Device | None = None) -> Kernels:
     'plain'
     """
     device = jax.devices()[0] if device is None else device
-    return _of(device.platform, str(getattr(device, "compute_capability", "")))
+    return of_kind(device.platform, str(getattr(device, "compute_capability", "")))
 
 
 @functools.cache
-def _of(platform: str, capability: str) -> Kernels:
+def of_kind(platform: str, capability: str = "") -> Kernels:
+    """The kernels for a jax platform, and for a GPU's compute capability, "9.0" for Hopper."""
     if platform == "cpu":
         return PLAIN
     if platform == "tpu":

@@ -48,10 +48,6 @@ def _entry(x: Float[Array, "B N V"], node: Int[Array, "B M"], token: Int[Array, 
     return x.reshape(batch * nodes, vocab)[row, token].astype(jnp.float32)
 
 
-def _greatest(x: Float[Array, "B N V"]) -> Float[Array, "B N"]:
-    return jnp.max(x, axis=-1)
-
-
 @dataclass(frozen=True, eq=False)
 class Reads:
     """All that reads rows as wide as the vocabulary, as values: `jspec.pallas.sharded` has its own."""
@@ -59,7 +55,7 @@ class Reads:
     survey: Callable[..., tuple[Summary, Any]]  # (policy, x, entries) -> the summary, entries()
     race: Race
     entry: Callable[..., Array] = _entry  # (x, node, token) -> one logit each, [B, M]
-    greatest: Callable[[Array], Array] = _greatest  # of each row; not finite where it has NaN or +inf
+    greatest: Callable[[Array], Array] = siblings.worst  # of each row; not finite where it has NaN or +inf
     each: Callable[..., Any] = jax.lax.map  # (a race, nodes) -> the races of all of them
     block: Callable[..., Verdict] | None = None  # the block rule, where it has a form of its own
 

@@ -47,7 +47,12 @@ def has_law(proposal: Proposal) -> Bool[Array, "N"]:
     if proposal.logq is None:
         return jnp.zeros(proposal.tokens.shape, bool)
     own = jnp.take_along_axis(proposal.logq, proposal.tokens[:, None], axis=1)[:, 0]
-    return jnp.isfinite(jnp.max(proposal.logq, axis=-1)) & (own > -jnp.inf)
+    return jnp.isfinite(worst(proposal.logq)) & (own > -jnp.inf)
+
+
+def worst(rows: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """The greatest entry, finite in a law; NaN counts as +inf, for XLA's maximum on CPU overlooks it."""
+    return jnp.max(jnp.where(jnp.isnan(rows), jnp.inf, rows), axis=-1)
 
 
 def chances(star: Proposal, law: Float[Array, "V"]) -> Float[Array, "N"]:
@@ -96,7 +101,7 @@ def _drawn(
         node, chance, left = carry
         row = logq[node]  # looked at here, for `has_law` would read those of all nodes
         q = jax.nn.one_hot(tokens[node], law.shape[0], dtype=law.dtype)
-        drawn = jnp.isfinite(jnp.max(row)) & (row[tokens[node]] > -jnp.inf)
+        drawn = jnp.isfinite(worst(row)) & (row[tokens[node]] > -jnp.inf)
         q = jnp.where(drawn, jnp.exp(row), q)
         own = left[tokens[node]] / q[tokens[node]]
         rest = jnp.maximum(left - q, 0.0)

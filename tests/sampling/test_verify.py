@@ -3,13 +3,17 @@
 import itertools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec import tree
 from jspec.certify import enumeration as exact
+from jspec.sampling import siblings
 from jspec.sampling import verify as rules
 from jspec.sampling.verify import block, greedy, token
+from jspec.types import Proposal
 
 VOCAB, DRAFTS = 3, 3
 
@@ -175,3 +179,11 @@ def test_a_mutant_is_found(name):
         for seed in range(4)
     ]
     assert max(errors) > 0.01
+
+
+def test_a_nan_anywhere_in_a_long_row_is_no_law():
+    """XLA's maximum on CPU overlooks it there."""
+    logq = jnp.full((2, 49152), -10.0).at[1, 30011].set(jnp.nan)
+    layout = jax.tree.map(lambda part: part[0], tree.chain(1, 2))
+    proposal = Proposal(jnp.array([0, 1]), layout, jnp.array(2), logq)
+    assert jax.jit(siblings.has_law)(proposal).tolist() == [True, False]
