@@ -156,9 +156,9 @@ def test_noise_at_the_ends_of_its_range():
 
 
 ROUNDS = [(rule, tree_of, 3) for rule in ("greedy", "token", "coupled") for tree_of in (False, True)]
-ROUNDS = [("token", True, 1)] + [pytest.param(*each, marks=pytest.mark.slow) for each in ROUNDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "tree_of", "seeds"), ROUNDS)
 def test_verdicts_are_those_of_the_walk(rule, tree_of, seeds):
     vocab, nodes = 23, 3

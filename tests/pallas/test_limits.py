@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jspec import tree
 from jspec.cache import Entry
-from jspec.pallas import compact_gpu, compact_tpu, race_tpu, summarise_tpu, traffic, verify
+from jspec.pallas import (
+    attention_gpu,
+    attention_tpu,
+    compact_gpu,
+    compact_tpu,
+    race_tpu,
+    summarise_tpu,
+    traffic,
+    verify,
+)
 from jspec.pallas import law as laws
 from jspec.sampling import keys, policy
 from jspec.sampling import verify as rules
@@ -61,12 +68,11 @@ def test_the_two_passes_of_fused_verification(child):
     assert first.total + second.total <= 1.3 * logits * (2 if child >= 0 else 1)
 
 
-@pytest.mark.parametrize("module", ["attention_tpu", "attention_gpu"])
-def test_attention_reads_the_cache_once_for_all_rows(module):
+@pytest.mark.parametrize(
+    "attention", [attention_tpu, pytest.param(attention_gpu, marks=pytest.mark.slow)], ids=["tpu", "gpu"]
+)
+def test_attention_reads_the_cache_once_for_all_rows(attention):
     """Eight rows at 8k context: at most 1.15 x the bytes of one row, and no slot beyond the length."""
-    if importlib.util.find_spec(f"jspec.pallas.{module}") is None:
-        pytest.skip("it is not here yet")
-    attention = importlib.import_module(f"jspec.pallas.{module}")
 
     def moved(rows: int, length: int) -> int:
         def attend(query, keys, values, length):
