@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 LOCK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
 INSTALL := python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint types format test-slow test-live aot gpu-check lock clean setup
+.PHONY: demo test lint types format test-slow test-wide test-live aot gpu-check lock clean setup
 
 demo: $(READY)
 	$(BIN)/jspec demo
@@ -32,7 +32,11 @@ format: $(READY)
 
 # pytest answers 5 where it selected nothing.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow -rs || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 -m slow -rs || [ $$? -eq 5 ]
+
+# Every shape of every kernel: half an hour or more; CI runs a sixth of them as slow tests.
+test-wide: $(READY)
+	$(BIN)/python -m pytest -n 2 -m wide
 
 # torch is a reference for tests and stands in no lock: only this build of it is free of CUDA.
 test-live:

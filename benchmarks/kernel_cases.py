@@ -174,8 +174,8 @@ def ends(tiny: bool) -> tuple:
 
 
 def path(tiny: bool) -> tuple:
-    """A cache of Llama-3.1-8B, and a path of eight nodes that are not all where they belong."""
-    layers, slots = (2, 64) if tiny else (32, 8192)
+    """Half the layers of Llama-3.1-8B, and a path of eight nodes that are not all where they belong."""
+    layers, slots = (2, 64) if tiny else (16, 8192)
     dtype, shape = jnp.float32 if tiny else jnp.bfloat16, (1, 8, slots, 128)
     cache = tuple(Entry(*np.random.default_rng(i).random((2, *shape)).astype(dtype)) for i in range(layers))
     return cache, np.array([[0, 2, 5, 6, 9, 0, 0, 0]]), np.array([slots - 32])

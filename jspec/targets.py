@@ -32,7 +32,6 @@ class Target:
     kernels: Kernels = PLAIN
 
 
-@functools.lru_cache(maxsize=2)
 def load(target: str = "smollm2", dtype: str = "auto", kernels: str = "auto") -> Target:
     """Load a target: "smollm2", a Hugging Face or Orbax folder (`jspec.orbax_folder`), or a
     GGUF file with tokenizer files (tokenizer.json, tokenizer_config.json) beside it.
@@ -43,15 +42,19 @@ def load(target: str = "smollm2", dtype: str = "auto", kernels: str = "auto") ->
     """
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    folder = smollm2.ensure() if target == "smollm2" else target
+    return _load(smollm2.ensure() if target == "smollm2" else target, dtype, kernels_of(kernels))
+
+
+@functools.lru_cache(maxsize=2)
+def _load(folder: Any, dtype: str, kernels: Kernels) -> Target:
+    """`load` of names that are settled, so that each is loaded once."""
     loaded = checkpoint.load(folder, dtype)
     tokenizer = text.load_tokenizer(loaded.home)
     if jax.default_backend() == "cpu":
         loaded = dataclasses.replace(loaded, params=decoder.join_qkv(loaded.params))
-    chosen = kernels_of(kernels)
-    model = loaded.family.make(loaded.config, dtype=dtype, **chosen.of_model())
+    model = loaded.family.make(loaded.config, dtype=dtype, **kernels.of_model())
     return Target(
-        model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype, chosen
+        model, loaded.params, tokenizer, text.stop_ids(loaded.home, tokenizer), loaded, dtype, kernels
     )
 
 

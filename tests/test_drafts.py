@@ -69,6 +69,7 @@ def test_the_command_takes_heads_and_trees(jspec, folders, tmp_path):
     assert rows[1]["tree"] == "dynamic" and rows[1]["draft_cost_a_round"] > 0
 
 
+@pytest.mark.slow
 def test_certify_takes_heads(jspec, folders, monkeypatch, tmp_path):
     monkeypatch.setattr(rules, "INSTANCES", {"random": rules.INSTANCES["random"]})
     (tmp_path / "p.jsonl").write_text('{"prompt": "abc abc"}\n')

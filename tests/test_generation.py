@@ -30,7 +30,7 @@ def test_plain_is_the_oracle(target, plain):
         assert result.metrics.accept_length == 1.0 and result.metrics.acceptance_rate is None
 
 
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_drafts_change_nothing_in_a_batch_or_alone(target, plain, k):
     options = dict(target=target, num_speculative_tokens=k, max_new_tokens=30)
     batch = generation.generate(PROMPTS, **options)

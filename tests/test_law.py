@@ -81,13 +81,14 @@ def peeking(proposal, context):
 PEEK: dict = {}
 
 
-@pytest.mark.parametrize("change", [hotter, peeking])
+@pytest.mark.parametrize("change", [hotter, pytest.param(peeking, marks=pytest.mark.slow)])
 def test_a_drafter_that_lies_or_peeks_is_caught(change):
     PEEK["key"] = law.request(tiny(0)[0], ROWS)[0].key
     found = law.chi_square(*tiny(0), mutant_drafter(change), tiny(1)[1], verify.token, rows=ROWS)
     assert min(found.p_values) < 1e-12
 
 
+@pytest.mark.slow
 def test_draft_noise_by_position_alone_is_caught():
     """Mutant: a refused draft's noise comes again, after the block rule has looked at it."""
     by_position = dataclasses.replace(verify.block, coupled=True)

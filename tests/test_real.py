@@ -64,6 +64,7 @@ def test_greedy_ids_equal_transformers(target, plain):
         assert_same_up_to_ties(result.tokens, row)
 
 
+@pytest.mark.slow
 def test_ngram_text_equals_plain_text(target, plain):
     """In a batch the rounds are wide, alone they are narrow: each against transformers, and each other."""
     batch = jspec.generate([row["prompt"] for row in ROWS], target=target, max_new_tokens=48)

@@ -22,7 +22,7 @@ def coupled(target):
     return prompts, [result.tokens for result in results]
 
 
-@pytest.mark.parametrize(("draft", "k"), [("ngram", 4), ("self:10", 2)])
+@pytest.mark.parametrize(("draft", "k"), [("ngram", 4), pytest.param("self:10", 2, marks=pytest.mark.slow)])
 def test_coupled_text_does_not_depend_on_the_drafter_or_k(target, coupled, draft, k):
     prompts, texts = coupled
     options = dict(target=target, draft=draft, num_speculative_tokens=k, **SAMPLING)
@@ -33,6 +33,7 @@ def test_coupled_text_does_not_depend_on_the_drafter_or_k(target, coupled, draft
         assert all(result.metrics.num_draft_tokens > 0 for result in results)
 
 
+@pytest.mark.slow
 def test_coupled_text_does_not_depend_on_the_batch_or_its_order(target, coupled):
     prompts, texts = coupled
     turned = jspec.generate(prompts[::-1], target=target, draft="ngram", seed=[4, 3, 2, 1], **SAMPLING)
@@ -41,6 +42,7 @@ def test_coupled_text_does_not_depend_on_the_batch_or_its_order(target, coupled)
     assert alone.tokens == texts[2]
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_plain_decoding(target, coupled):
     prompts, _ = coupled
     options = dict(target=target, seed=2, logprobs=True, **SAMPLING)

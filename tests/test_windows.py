@@ -82,6 +82,7 @@ def test_a_ring_that_is_one_slot_short_is_seen(monkeypatch):
     assert oracle.texts(decoder.run(params, None, state)) != wanted()
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_windows_is_its_target():
     """It scribbles over its ring, goes back and absorbs: every draft is still accepted."""
     model, params = oracle.tiny_windowed()

@@ -8,10 +8,9 @@ chip), turns them into noise, and gives the best id and its score twice: among w
 and of p itself, for where nothing is left. XLA joins the slices. **A row is read once**, so that
 with the first pass each logit is read 1 + 1 / N times.
 
-The words are those of `jax.random.bits` bit for bit; the noise is `jspec.sampling.keys`'s up to
-a few units in the last place, for there is no ``log1p`` in Mosaic GPU: log(w) z / (w - 1) with
-w = 1 + z is as exact. So tokens are equal but for near ties. Static: the shapes, the dtypes and
-``span``; traced: everything else.
+The words are those of `jax.random.bits` bit for bit, the noise that of `jspec.sampling.keys`;
+logarithms may differ by a unit in the last place on a chip, so tokens are equal but for near
+ties. Static: the shapes, the dtypes and ``span``; traced: everything else.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.pallas import compat
+from jspec.pallas import compat, threefry
 from jspec.pallas.law import End, Summary
 from jspec.pallas.summarise_gpu import check, slices, widen, window
 from jspec.sampling.policy import Policy
@@ -129,7 +128,7 @@ def _sweep(
             return jnp.log(jnp.maximum(jnp.exp(logp + of.log_reach) - q, 0.0))
 
         weights = lax.cond(of.child < 0, without_refused, excess) if drawn else without_refused()
-        noise = gumbel(key[sequence, 0], key[sequence, 1], ids, vocab)
+        noise = threefry.gumbel(key[sequence, 0], key[sequence, 1], ids, vocab)
         for i, law in enumerate((weights, logp)):
             total = law + noise
             total = jnp.where(total == total, total, -jnp.inf)  # a bad row gives some id
@@ -146,42 +145,3 @@ def _sweep(
         grid_names=("slice", "row"),
         interpret=interpret,
     )(x, key, refused, *row, *((logq,) if drawn else ()))
-
-
-def gumbel(high: Array, low: Array, ids: Int[Array, "W"], vocab: int) -> Float[Array, "W"]:
-    """`jspec.sampling.keys.gumbel` of a key's two words at some of its ``vocab`` ids."""
-    counter = ids.astype(jnp.uint32)
-    return _gumbel_of_bits(*(threefry(high, low, counter + jnp.uint32(i * vocab)) for i in range(2)))
-
-
-def _gumbel_of_bits(high: UInt32[Array, "W"], low: UInt32[Array, "W"]) -> Float[Array, "W"]:
-    """`jspec.sampling.keys.gumbel_of_bits` without log1p."""
-
-    def uniform(bits: Array) -> Array:  # in [0, 1)
-        one = lax.shift_right_logical(bits, jnp.uint32(9)) | jnp.uint32(0x3F800000)
-        return lax.bitcast_convert_type(one, jnp.float32) - 1.0
-
-    first = uniform(high)
-    fine = first + (uniform(low) * jnp.float32(2.0**-23) + jnp.float32(2.0**-47))
-    u = jnp.where(first >= 0.5, first, fine)
-    w = 1.0 - u
-    exact = w == 1.0
-    log1p = jnp.log(w) * (u / jnp.where(exact, 1.0, 1.0 - w))  # 1 - w is exact
-    return -jnp.log(jnp.where(exact, u, -log1p))
-
-
-def threefry(high: Array, low: Array, counter: UInt32[Array, "*any"]) -> UInt32[Array, "*any"]:
-    """The 32 random bits that `jax.random.bits` gives the key (high, low) at a flat index below 2**32.
-
-    Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the counter (0, index); both halves xored.
-    """
-    keys = high, low, high ^ low ^ jnp.uint32(0x1BD11BDA)
-    first, second = jnp.full(counter.shape, keys[0]), counter + keys[1]
-    for step in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[step % 2]:
-            first = first + second
-            left = lax.shift_left(second, jnp.uint32(turn))
-            second = first ^ (left | lax.shift_right_logical(second, jnp.uint32(32 - turn)))
-        first = first + keys[(step + 1) % 3]
-        second = second + (keys[(step + 2) % 3] + jnp.uint32(step + 1))
-    return first ^ second

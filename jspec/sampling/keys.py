@@ -117,7 +117,7 @@ def coupled_noise(
 def gumbel(key: Array, vocab: int, dtype: DTypeLike = jnp.float32) -> Float[Array, "{vocab}"]:
     """Gumbel noise of a typed key, for ``argmax(log-weights + noise)``.
 
-    Mode "high" of `jax.random.gumbel`, which takes two words an entry: in float32 the plain
+    As mode "high" of `jax.random.gumbel`, which takes two words an entry: in float32 the plain
     one has 2**23 values, so that of 49152 equally likely tokens two tie for the first place
     in one draw of 200, and the lower id wins.
     """
@@ -129,7 +129,8 @@ def gumbel(key: Array, vocab: int, dtype: DTypeLike = jnp.float32) -> Float[Arra
 def gumbel_of_bits(high: UInt32[Array, "*V"], low: UInt32[Array, "*V"]) -> Float[Array, "*V"]:
     """Float32 noise from two random words an entry; a kernel that makes the words gets the same.
 
-    The second word goes below the first one's 23 bits where that counts, near 0.
+    -log(-log(1 - u)), where the second word goes below the first one's 23 bits if u is near 0.
+    That is `jax.random.gumbel` of mode "high" up to 4e-7; without log1p, which GPU kernels lack.
 
     >>> gumbel_of_bits(jnp.uint32([1 << 31]), jnp.uint32([0]))
     Array([0.37], dtype=float32)
@@ -141,7 +142,11 @@ def gumbel_of_bits(high: UInt32[Array, "*V"], low: UInt32[Array, "*V"]) -> Float
 
     first = uniform(high)
     fine = first + (uniform(low) * jnp.float32(2.0**-23) + jnp.float32(2.0**-47))
-    return -jnp.log(-jnp.log1p(-jnp.where(first >= 0.5, first, fine)))
+    u = jnp.where(first >= 0.5, first, fine)
+    w = 1.0 - u
+    lost = w == 1.0
+    below = jnp.log(w) * (u / jnp.where(lost, 1.0, 1.0 - w))  # 1 - w is exact: log1p(-u)
+    return -jnp.log(jnp.where(lost, u, -below))
 
 
 def draw(key: Array, weights: Float[Array, "V"]) -> Int[Array, ""]:

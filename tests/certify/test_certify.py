@@ -104,6 +104,7 @@ def options(folder, tmp_path_factory):
     return ("certify", "--target", folder, "--prompts", path, "--max-new-tokens", 20, "--rows", 300)
 
 
+@pytest.mark.slow
 def test_the_command(jspec, options, few_laws):
     rules_of = ("--verifier", "block", "--verifier", "coupled")
     code, out, _ = jspec(*options, "--draft", "self:1", *rules_of)

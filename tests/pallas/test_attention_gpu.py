@@ -18,6 +18,7 @@ from jspec.pallas import attention_gpu, compat
 from jspec.pallas.attention import attend_ref
 from tests import oracle
 from tests.pallas.attention_cases import Case, arrays, edges, options, turns
+from tests.pallas.wide import wide
 
 BLOCK = 64
 SCALE = 0.3
@@ -94,8 +95,7 @@ def test_equals_the_plain_form(case, splits):
     close(got, given, arrays(case, unseen=0.0), case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "splits"), PRODUCT, ids=lambda x: getattr(x, "name", None))
+@pytest.mark.parametrize(("case", "splits"), wide(PRODUCT), ids=lambda x: getattr(x, "name", None))
 def test_product(case, splits):
     test_equals_the_plain_form(case, splits)
 

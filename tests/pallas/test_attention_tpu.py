@@ -21,6 +21,7 @@ from jspec.sampling.drafters import eagle
 from jspec.sampling.verify import greedy
 from tests import oracle
 from tests.pallas.attention_cases import BLOCK, CASES, PRODUCT, Arrays, Case, arrays, options
+from tests.pallas.wide import wide
 
 SCALE = 0.4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -71,8 +72,9 @@ def test_two_cores_and_splits_join_to_the_same(name, splits):
     compare(case, splits=splits, cores=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(PRODUCT)), ids=lambda index: PRODUCT[index].name)
+@pytest.mark.parametrize(
+    "index", wide([(i,) for i in range(len(PRODUCT))]), ids=lambda index: PRODUCT[index].name
+)
 def test_product(index):
     compare(PRODUCT[index], splits=1 + index % 2, cores=2)
 

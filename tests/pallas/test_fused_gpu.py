@@ -12,13 +12,14 @@ import pytest
 from jspec.errors import JspecError
 from jspec.pallas import compat, law, race_gpu, summarise_gpu
 from jspec.pallas import verify as fused
-from jspec.sampling import keys, walk
+from jspec.sampling import walk
 from tests.pallas import test_verify
 from tests.pallas import verify_cases as cases
+from tests.pallas.wide import wide
 
 GPU = compat.gpu_interpreter()
 SHAPES = [  # ids, rows a sequence, dtype, ids a program
-    pytest.param(vocab, nodes, dtype, span, marks=pytest.mark.slow)
+    (vocab, nodes, dtype, span)
     for vocab in (1, 5, 257, 1000, 4097)
     for nodes in (1, 2, 7)
     for dtype in ("float32", "bfloat16")
@@ -65,7 +66,7 @@ def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
         assert np.log(total) == pytest.approx(float(got.log_total[row, node]), rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), FEW + SHAPES)
+@pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), FEW + wide(SHAPES))
 def test_summaries(vocab, nodes, dtype, span):
     policy = cases.settings(vocab)
     kernel = jax.jit(functools.partial(summarise_gpu.summarise, span=span, interpret=GPU))
@@ -115,9 +116,7 @@ def draws(seed: int, x: jax.Array, drawn: bool) -> tuple[law.End, jax.Array | No
 
 RACES = [(1, 1, "float32", 128, False), (5, 3, "bfloat16", 128, True), (1000, 2, "float32", 256, True)]
 RACES += [(4097, 1, "bfloat16", 1024, False)]
-RACES += [
-    pytest.param(*each.values, drawn, marks=pytest.mark.slow) for each in SHAPES for drawn in (False, True)
-]
+RACES += wide([(*each, drawn) for each in SHAPES for drawn in (False, True)])
 
 
 @pytest.mark.parametrize(("vocab", "nodes", "dtype", "span", "drawn"), RACES)
@@ -135,24 +134,6 @@ def test_races(vocab, nodes, dtype, span, drawn):
         np.testing.assert_allclose(np.where(good, logp, 0), np.where(good, wanted[1], 0), atol=1e-5)
         assert not np.any(np.isfinite(logp) & ~good)
         assert np.all((token >= 0) & (token < vocab))
-
-
-@pytest.mark.parametrize("vocab", [1, 5, 4097, 128256])
-def test_the_words_are_those_of_jax(vocab):
-    for key in cases.row_keys(vocab):
-        words = jax.random.bits(keys.wrap(key), (2, vocab), jnp.uint32)
-        counter = jnp.arange(2 * vocab, dtype=jnp.uint32).reshape(2, vocab)
-        np.testing.assert_array_equal(words, race_gpu.threefry(key[0], key[1], counter))
-        noise = race_gpu.gumbel(key[0], key[1], jnp.arange(vocab), vocab)
-        wanted = keys.gumbel_of_bits(*words)
-        np.testing.assert_allclose(noise, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_noise_at_the_ends_of_its_range():
-    words = jnp.uint32([0, 1, 511, 512, 1 << 31, (1 << 31) - 1, (1 << 32) - 512, (1 << 32) - 1])
-    high, low = jnp.meshgrid(words, words)
-    noise = race_gpu._gumbel_of_bits(high.ravel(), low.ravel())
-    np.testing.assert_allclose(noise, keys.gumbel_of_bits(high, low).ravel(), rtol=1e-6, atol=2e-6)
 
 
 ROUNDS = [(rule, tree_of, 3) for rule in ("greedy", "token", "coupled") for tree_of in (False, True)]

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from jspec.errors import JspecError
-from jspec.pallas import compat, law
+from jspec.pallas import compat, law, threefry
 from jspec.pallas.race_tpu import race
 from jspec.pallas.summarise_tpu import summarise
+from jspec.sampling import keys
 from tests.pallas import verify_cases as cases
+from tests.pallas.wide import wide
 
 INTERPRET = compat.tpu_interpreter()
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -26,7 +28,7 @@ WIDE = [
     for drawn in (False, True)
     if (nodes, vocab, dtype, drawn) not in CASES
 ]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in WIDE]
+CASES += wide(WIDE)
 
 
 @functools.cache
@@ -100,6 +102,26 @@ def test_what_is_left_of_nothing_is_p():
         got, wanted = (run(rows, x, plain(rows, x), end, logq) for run in (kernel, reference))
         np.testing.assert_array_equal(got[0], wanted[0])
         assert bool(jnp.all(jnp.isfinite(got[1])))
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 4097, 128256])
+def test_the_words_are_those_of_jax(vocab):
+    for key in cases.row_keys(vocab):
+        words = jax.random.bits(keys.wrap(key), (2, vocab), jnp.uint32)
+        places = jnp.arange(2 * vocab, dtype=jnp.uint32).reshape(2, vocab)
+        np.testing.assert_array_equal(words, threefry.bits(*key, places))
+        noise = threefry.gumbel(*key, jnp.arange(vocab), vocab)
+        np.testing.assert_allclose(noise, keys.gumbel_of_bits(*words), rtol=1e-6, atol=1e-6)
+
+
+def test_noise_is_that_of_jax_to_the_ends_of_its_range():
+    words = np.array([0, 1, 511, 512, 1 << 31, (1 << 31) - 1, (1 << 32) - 512, (1 << 32) - 1], np.uint32)
+    high, low = np.meshgrid(words, words)
+    first, second = ((part >> 9) * 2.0**-23 for part in (high, low))
+    u = np.where(first >= 0.5, first, first + second * 2.0**-23 + 2.0**-47)  # in float64
+    np.testing.assert_allclose(
+        keys.gumbel_of_bits(*map(jnp.asarray, (high, low))), -np.log(-np.log1p(-u)), rtol=1e-6, atol=2e-6
+    )
 
 
 def test_limits():

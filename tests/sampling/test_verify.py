@@ -157,11 +157,18 @@ def forgetful(proposal, law, node):
     return law[node]
 
 
+def first_failure(proposal, law):
+    """The paper's coins, thrown in turn up to the first that fails."""
+    reach = rules.log_reach(proposal, law)
+    total = jax.vmap(lambda i: rules._excess(proposal, law, i, reach[i]).sum())(jnp.arange(law.shape[0]))
+    return rules._block_chance(total, reach, proposal.count)
+
+
 MUTANTS = {
     "token: residual forgotten": (replace(token, residual=forgetful), chains),
     "block: residual forgotten": (replace(block, residual=forgetful), chains),
     "block: residual of the token rule": (replace(block, residual=token.residual), chains),
-    "block: up to the first failure": (replace(block, accept=rules._block_chance), chains),
+    "block: up to the first failure": (replace(block, accept=first_failure), chains),
     "block: padding judged": (replace(block, accept=padded_accept), lambda q: chains(q, drafts=2, nodes=4)),
     "token: q at another temperature": (token, lambda q: other_q(chains(q), np.sqrt)),
     "block: q at another temperature": (block, lambda q: other_q(chains(q), np.sqrt)),

@@ -34,7 +34,13 @@ def run(draft, dparams, *, k=3, **sampling):
     return decoder, params, state
 
 
-@pytest.mark.parametrize("vocab", [28, 32, 45], ids=["smaller", "equal", "larger"])
+@pytest.mark.parametrize(
+    "vocab",
+    [
+        pytest.param(28, id="smaller"),
+        *(pytest.param(v, id=i, marks=pytest.mark.slow) for v, i in ((32, "equal"), (45, "larger"))),
+    ],
+)
 def test_any_vocabulary_size_is_lossless(vocab):
     draft, dparams = resized(vocab)
     decoder, params, state = run(draft, dparams)
