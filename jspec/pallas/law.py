@@ -58,11 +58,17 @@ def summarise_ref(policy: Policy, x: Float[Array, "B N V"]) -> Summary:
     return Summary(top[..., 0], cut[..., 0], log_total[..., 0], jnp.where(best < x.shape[-1], best, 0))
 
 
-def law(policy: Policy, summary: Summary, x: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
-    """The log-probabilities of whole rows: `jspec.sampling.policy.apply` without its steps 1 to 4."""
+def law(
+    policy: Policy, summary: Summary, x: Float[Array, "B N V"], ids: Int[Array, "B N V"] | None = None
+) -> Float[Array, "B N V"]:
+    """The log-probabilities of whole rows: `jspec.sampling.policy.apply` without its steps 1 to 4.
+
+    ``ids``: of the tokens whose logits are in ``x``, where those are not whole rows.
+    """
+    ids = jnp.arange(x.shape[-1]) if ids is None else ids
     top, cut, log_total, best = (part[..., None] for part in summary)
     warm = truncate.kept(policy, x.astype(jnp.float32), top, cut, log_total)
-    cold = jnp.where(jnp.arange(x.shape[-1]) == best, 0.0, -jnp.inf) + 0 * top  # NaN stays
+    cold = jnp.where(ids == best, 0.0, -jnp.inf) + 0 * top  # NaN stays
     return jnp.where(truncate.each(policy.temperature > 0), warm, cold)
 
 

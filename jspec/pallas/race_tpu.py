@@ -9,7 +9,8 @@ and of p itself; which of the two counts is known at its end.
 HBM: B · V logits, and as much of the draft's law where a draft with a law was refused.
 A row that cannot be copied alone (bfloat16, which packs two rows in a tile; V no multiple of
 128) comes with the others of its tile, 8 in float32, 16 in bfloat16. VMEM: two rows of float32, and such
-tiles. Limit: about 270 integer and float operations an id, 35 µs for 128 k ids at 1 GHz.
+tiles. Limit: about 270 integer and float operations an id, by
+which 128 k ids would take 35 µs at 1 GHz.
 
 Static: all shapes, whether there is a draft law. Traced: everything else.
 """

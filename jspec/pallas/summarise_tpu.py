@@ -9,8 +9,8 @@ total. A search sets one bit of the threshold a sweep, from the highest
 (`jspec.sampling.truncate`), so no row is sorted.
 
 HBM: B · N · V logits, and 16 bytes a row out. VMEM: two blocks and one of weights. Without
-top-k and top-p reading is the limit, with them the sweeps are (about 0.1 ms a block of
-8 x 128 k; a block whose rows do not ask for them takes none).
+top-k and top-p reading is the limit, with them the sweeps are (estimated at 0.1 ms a block
+of 8 x 128 k; a block whose rows do not ask for them takes none).
 
 Static: all shapes. Traced: the logits and the settings.
 """

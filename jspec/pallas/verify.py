@@ -179,14 +179,8 @@ def rule_of(verifier: Verifier, proposal: Proposal) -> Callable[..., Verdict] | 
 def _at(policy: Policy, summary: Summary, own: Array, node: Array, token: Array) -> Float[Array, "B M"]:
     """log p of single tokens, each at a node of its row, from their logits."""
     row = jnp.arange(own.shape[0])[:, None]
-    top, cut, log_total, best = (part[row, node] for part in summary)
-    scaled = (own - top) / jnp.where(policy.temperature > 0, jnp.minimum(policy.temperature, 1e30), 1)[
-        :, None
-    ]
-    out = (own < cut) | (scaled < jnp.log(policy.min_p)[:, None])
-    warm = jnp.where(out, -jnp.inf, scaled) - log_total
-    cold = jnp.where(token == best, 0.0, -jnp.inf) + 0 * top
-    return jnp.where((policy.temperature > 0)[:, None], warm, cold)
+    there = Summary(*(part[row, node] for part in summary))
+    return laws.law(policy, there, own[..., None], token[..., None])[..., 0]
 
 
 def _greedy(round: Round, reads: Reads, depth: int) -> Verdict:
