@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.pallas import compat, threefry
 from jspec.pallas.law import End, Summary
-from jspec.pallas.summarise_gpu import check, slices, widen, window
+from jspec.pallas.rows_gpu import check, slices, widen, window
 from jspec.sampling.policy import Policy
 
 
@@ -112,7 +112,7 @@ def _sweep(
         logq = fields.pop() if drawn else None
         part, sequence = lax.axis_index("slice"), lax.axis_index("row")
         of = Row(*(field[sequence] for field in fields))
-        start, ids, _ = window(width, span)
+        start, ids, _ = window(width, span, part)
         at = pl.ds(start, span)
         logp = _law(of, x[sequence, of.node, at].astype(jnp.float32), ids)
 

@@ -1,279 +1,314 @@
 """The first pass of fused verification on Hopper GPUs: a row of logits to the numbers of its law.
 
-`jspec.pallas.law.summarise_ref` says what comes out. Two kernels, one program of either being
-one warpgroup with ``span`` ids of one row in its registers, so that also the 6 rows of batch
-1 fill the chip; logits are read from global memory as they lie, without a copy, and there is
-no shared memory but for the warpgroup's own reductions.
+`jspec.pallas.law.summarise_ref` says what comes out. One kernel, grid (N, B): a program is one
+row, taken by `GROUPS` warpgroups, piece by piece in turn. Each of its lanes (``span`` a group:
+one thread has several) sees every (groups x span)-th id and keeps, in registers,
 
-* `_peaks`, grid (slices, N, B): the slice's greatest logit, its first id, and the sum relative
-  to it. XLA joins the slices, B N V / span numbers. **Each logit is read once**; that is all
-  for rows with temperature 0, or without top-k, top-p and min-p.
-* `_weigh`, grid (slices, N, B): what of a slice lies at or above each of 16 (or 1) thresholds,
-  as a count or as probability. The search of `jspec.sampling.truncate`, from the highest bit
-  down, 4 bits a sweep: **8 sweeps in float32, 4 in bfloat16, once for top-k and once for
-  top-p**, each where a row of the batch uses it, then one sweep for the total. Rows that need
-  none of them are not read; nor are slices that hold nothing between the two thresholds that
-  are left. On logits like a model's (128256 ids) a row is read 4 to 6 times in all with top-k
-  or top-p, 8 times with both, 1.1 times with min-p; from the L2 cache (50 MB) while it fits.
+* the sum of exp relative to the greatest logit so far, and that logit's first id;
+* where its sequence uses top-k, top-p or min-p, the `KEPT` greatest logits.
 
-Keeping a row in shared memory would save these readings, but leave one warpgroup to each
-multiprocessor and 6 of those to batch 1: the search is bound by its comparisons, so that
-costs more time than it saves. top-k's cut is exact, top-p's up to the rounding of sums.
-Static: the shape, the dtype and ``span``; traced: the logits and all settings.
+So **each logit is read once**, whatever the vocabulary. The thresholds of
+`jspec.sampling.truncate` are then found among the kept logits, from the highest bit down, 2
+bits a step. Above the *horizon*, the greatest of the lanes' last kept logits, no logit is
+missing there; a step that has to know of those below it (a nucleus of a thousand ids or
+more, or one logit repeated) sweeps the row again, 4 bytes a logit from the L2 cache
+(50 MB) while it fits. `reads` tells how many sweeps each row took.
+
+What limits it: some 25 operations a logit on the row's own multiprocessor, and reading.
+top-k's cut is exact, top-p's up to the rounding of sums. Static: the shape, the dtype, ``span``
+and ``groups``; traced: the logits and all settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int, Shaped
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
-from jspec.errors import JspecError
 from jspec.pallas import compat
 from jspec.pallas.law import Summary
+from jspec.pallas.rows_gpu import LANES, check, slices, widen, window
 from jspec.sampling.policy import Policy
-from jspec.sampling.truncate import any_of, each
 
-LANES = 128
-"""Threads of a warpgroup, the least that a program can take of a row."""
+GROUPS = 4
+"""Warpgroups of a row."""
 
-BITS = 4
-"""Of a threshold, found in one sweep."""
+KEPT = 4
+"""Logits that a lane keeps. Of the 50 greatest four or more share one of 4096 lanes once in 300000 rows."""
 
-COUNTED = 1 << 24  # float32 counts no further
+BITS = 2
+"""Of a threshold, found in one step."""
+
+LOWEST = -(1 << 31)
+BELOW_ALL = LOWEST + (1 << 23) - 1
+"""The place of -inf in the order of the floats' bits; all below it are NaN."""
 
 
-def summarise(
-    policy: Policy, x: Float[Array, "B N V"], *, span: int = 4096, interpret: Any = False
-) -> Summary:
-    """`jspec.pallas.law.summarise_ref` as kernels; ``span`` ids a program, a multiple of 128.
+def summarise(policy: Policy, x: Float[Array, "B N V"], **options: Any) -> Summary:
+    """`jspec.pallas.law.summarise_ref` as a kernel; the options are those of `reads`.
 
     Raises:
         JspecError: logits that are neither float32 nor bfloat16, or 2**24 ids or more.
     """
+    return reads(policy, x, **options)[0]
+
+
+def reads(
+    policy: Policy, x: Float[Array, "B N V"], *, span: int = 512, groups: int = 0, interpret: Any = False
+) -> tuple[Summary, Int[Array, "B N"]]:
+    """The same, and how often each row was read. ``span``, a multiple of 128: ids of a piece."""
+    groups = groups or (2 if interpret else GROUPS)  # simulated ones need a processor each
     check(x, "logits")
     vocab, x = x.shape[-1], widen(x)
-    span = slices(x, span)
+    span, (batch, nodes, width) = slices(x, span), x.shape
     warm = policy.temperature > 0
-    scale = jnp.where(warm, jnp.clip(policy.temperature, 1e-30, 1e30), 1.0)
-    peak, total, first = _peaks(x, 1 / scale, span, interpret)
-    top = jnp.max(peak, axis=-1)
-    top = jnp.where(jnp.isfinite(top), top, jnp.nan)
-    best = jnp.take_along_axis(first, jnp.argmax(peak == top[..., None], axis=-1)[..., None], axis=-1)
-    share = jnp.where(peak > -jnp.inf, total * jnp.exp((peak - top[..., None]) / each(scale)), 0.0)
-    plain = jnp.full_like(top, -jnp.inf), jnp.log(jnp.sum(share, axis=-1)) + 0 * top
-    cuts = warm & ((policy.top_k > 0) | (policy.top_p < 1) | (policy.min_p > 0))
-
-    def weigh(sweep: Sweep, count: int) -> Array:
-        sweep = sweep._replace(alive=sweep.alive.astype(jnp.int32))
-        return _weigh(x, top, scale, sweep, count=count, span=span, interpret=interpret)
-
-    def search() -> tuple[Array, Array]:
-        cut, log_total = _search(policy, weigh, x, vocab, peak, top, scale, cuts)
-        return jnp.where(cuts[:, None], cut, plain[0]), jnp.where(cuts[:, None], log_total, plain[1])
-
-    cut, log_total = lax.cond(any_of(cuts), search, lambda: plain)
-    return Summary(top, cut, log_total, jnp.where(jnp.isnan(top), 0, best[..., 0]))
-
-
-def check(x: Array, name: str) -> None:
-    """Raise JspecError for rows that the kernels cannot take."""
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise JspecError(f"the GPU kernels take {name} in float32 or bfloat16, not {x.dtype}")
-    if x.shape[-1] >= COUNTED:
-        raise JspecError(f"the GPU kernels take less than {COUNTED} ids, not {x.shape[-1]}")
-
-
-def widen(x: Float[Array, "B N V"]) -> Float[Array, "B N W"]:
-    """Rows of 128 ids at least: only a vocabulary of fewer is copied."""
-    missing = max(LANES - x.shape[-1], 0)
-    return jnp.pad(x, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf) if missing else x
-
-
-def slices(x: Array, span: int) -> int:
-    """How many ids a program takes: ``span``, or less in a small vocabulary.
-
-    A thread loads up to 8 bytes at once, which must be aligned. Where rows do not begin at
-    multiples of 8 bytes the number is an odd multiple of 128, for which it loads single ids.
-    """
-    if span < LANES or span % LANES:
-        raise JspecError(f"span is {span}; it must be a multiple of {LANES}")
-    vocab = x.shape[-1]
-    parts = min(span, vocab) // LANES
-    if vocab * x.dtype.itemsize % 8:
-        parts -= 1 - parts % 2
-    return parts * LANES
-
-
-def window(vocab: int, span: int) -> tuple[Array, Array, Array]:
-    """Where this program's slice lies: the first id it reads, all of them, and which are its own.
-
-    The last slice begins early rather than ends outside; what it shares is its neighbour's.
-    """
-    begin = lax.axis_index("slice") * span
-    start = jnp.minimum(begin, vocab - span)
-    ids = lax.broadcasted_iota(jnp.int32, (span,), 0) + start
-    return start, ids, ids >= begin
-
-
-def _peaks(x: Array, inverse: Float[Array, "B"], span: int, interpret: Any) -> tuple[Array, Array, Array]:
-    """Each slice's greatest logit, sum relative to it and first greatest id: [B, N, slices] each."""
-    batch, nodes, vocab = x.shape
-
-    def body(x, inverse, peak, total, first):
-        node, row, part = (lax.axis_index(name) for name in ("node", "row", "slice"))
-        start, ids, own = window(vocab, span)
-        values = x[row, node, pl.ds(start, span)].astype(jnp.float32)
-        values = jnp.where(values != values, jnp.inf, values)  # NaN is an error as +inf is
-        values = jnp.where(own, values, -jnp.inf)
-        top = jnp.max(values)
-        at = jnp.where(top > -jnp.inf, top, 0.0)
-        peak[row, node, part] = top
-        total[row, node, part] = jnp.sum(jnp.exp((values - at) * inverse[row]))
-        first[row, node, part] = jnp.min(jnp.where((values == top) & own, ids, vocab))
-
-    shape = batch, nodes, -(-vocab // span)
-    return compat.gpu_kernel(
-        body,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)),
-        grid=shape[::-1],
-        grid_names=("slice", "node", "row"),
-        interpret=interpret,
-    )(x, inverse)
-
-
-class Sweep(NamedTuple):
-    """What `_weigh` asks of each row."""
-
-    counts: Int[Array, "B"]  # 1: the number of ids; 0: their weight relative to top
-    cut: Float[Array, "B N"]  # no lower logit has weight
-    low: Float[Array, "B"]  # nor one that is lower after the temperature, relative to top
-    place: Int[Array, "B N"]  # of the first threshold among the floats in their order
-    shift: Int[Array, "1"]  # from each threshold to the next: 1 << shift places
-    alive: Shaped[Array, "B N slices"]  # whether the slice is read at all
-
-
-def _weigh(
-    x: Array, top: Array, scale: Array, sweep: Sweep, *, count: int, span: int, interpret: Any
-) -> Float[Array, "B N slices {count}"]:
-    """What of each slice lies at or above each threshold; anything in slices that are not wanted."""
-    batch, nodes, vocab = x.shape
-
-    def body(x, top, scale, counts, cut, low, place, shift, alive, out):
-        node, row, part = (lax.axis_index(name) for name in ("node", "row", "slice"))
-
-        @pl.when(alive[row, node, part] == 1)
-        def _():
-            start, _, own = window(vocab, span)
-            values = x[row, node, pl.ds(start, span)].astype(jnp.float32)
-
-            def probability() -> Array:
-                scaled = (values - top[row, node]) / scale[row]
-                return jnp.where((values >= cut[row, node]) & (scaled >= low[row]), jnp.exp(scaled), 0.0)
-
-            weight = lax.cond(counts[row] == 1, lambda: jnp.ones((span,), jnp.float32), probability)
-            weight = jnp.where(own, weight, 0.0)
-            places, first, by = _place(values), place[row, node], shift[0]
-
-            def step(i: Array, _: None) -> None:
-                above = places >= first + lax.shift_left(i, by)
-                out[row, node, part, i] = jnp.sum(jnp.where(above, weight, 0.0))
-
-            lax.fori_loop(0, count, step, None)
-
-    shape = batch, nodes, -(-vocab // span)
-    return compat.gpu_kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((*shape, count), jnp.float32),
-        grid=shape[::-1],
-        grid_names=("slice", "node", "row"),
-        interpret=interpret,
-    )(x, top, scale, *sweep)
-
-
-LOWEST = -(1 << 31)
-
-
-def _place(x: Float[Array, "*any"]) -> Int[Array, "*any"]:
-    """A float32's place among them in their order, as an int32."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ ~LOWEST, bits)
-
-
-def _float(place: Int[Array, "*any"]) -> Float[Array, "*any"]:
-    """The float32 at a place."""
-    return lax.bitcast_convert_type(jnp.where(place < 0, place ^ ~LOWEST, place), jnp.float32)
-
-
-Weigh = Callable[[Sweep, int], Array]
-
-
-def _search(
-    policy: Policy, weigh: Weigh, x: Array, vocab: int, peak: Array, top: Array, scale: Array, cuts: Array
-) -> tuple[Array, Array]:
-    """Cut and log-total of the rows where ``cuts``; of the others anything."""
-    by_k, by_p = cuts & (policy.top_k > 0), cuts & (policy.top_p < 1)
-    weights = Sweep(
-        counts=jnp.zeros_like(policy.top_k),
-        cut=jnp.full(x.shape[:2], -jnp.inf),
-        low=jnp.full(cuts.shape, -jnp.inf),
-        place=jnp.full(x.shape[:2], LOWEST),
-        shift=jnp.zeros(1, jnp.int32),
-        alive=jnp.zeros(peak.shape, bool),
+    limits = Limits(
+        scale=jnp.where(warm, jnp.clip(policy.temperature, 1e-30, 1e30), 1.0),
+        top_k=jnp.where(warm, jnp.minimum(policy.top_k, vocab), 0),
+        top_p=jnp.where(warm, policy.top_p, 1.0),
+        low=jnp.where(warm, jnp.log(policy.min_p), -jnp.inf),
     )
+    cuts = (limits.top_k > 0) | (limits.top_p < 1) | (limits.low > -jnp.inf)
 
-    def kth_greatest(cut: Array) -> Array:
-        sweep = weights._replace(
-            counts=jnp.ones_like(policy.top_k), alive=jnp.broadcast_to(each(by_k), peak.shape)
-        )
-        k = jnp.minimum(policy.top_k, vocab).astype(jnp.float32)[:, None]
-        found = _threshold(x.dtype, weigh, lambda whole: k + 0 * whole, sweep)
-        return jnp.where(by_k[:, None], found, cut)
+    def body(x, scale, top_k, top_p, low, cuts, *refs):
+        *outs, shared, met = refs
+        node, row, group = (lax.axis_index(name) for name in ("node", "row", "group"))
 
-    def nucleus(cut: Array) -> Array:
-        sweep = weights._replace(cut=cut, alive=each(by_p) & (peak >= cut[..., None]))
-        p, least = policy.top_p[:, None], jnp.finfo(jnp.float32).tiny
-        found = _threshold(x.dtype, weigh, lambda whole: jnp.maximum(p * whole, least), sweep)
-        return jnp.where(by_p[:, None] & (found > cut), found, cut)
+        def join(operation: Callable[[Array, Array], Array], *values: Array) -> list[Array]:
+            for i, value in enumerate(values):
+                shared[i, group] = value
+            _meet(met)
+            joined = [
+                functools.reduce(operation, [shared[i, g] for g in range(groups)]) for i in range(len(values))
+            ]
+            _meet(met)  # before the next numbers come
+            return joined
 
-    cut = lax.cond(any_of(by_k), kth_greatest, lambda cut: cut, weights.cut)
-    cut = lax.cond(any_of(by_p), nucleus, lambda cut: cut, cut)
-    low = jnp.log(policy.min_p)
-    highest = (peak - top[..., None]) / each(scale)
-    alive = each(cuts) & (peak >= cut[..., None]) & (highest >= each(low) - 0.01)  # and not for an ulp less
-    parts = weigh(weights._replace(cut=cut, low=low, alive=alive), 1)[..., 0]
-    return cut, jnp.log(jnp.sum(jnp.where(alive, parts, 0.0), axis=-1))
+        def piece(i: Array) -> tuple[Array, Array]:
+            start, ids, own = window(width, span, group + i * groups)
+            values = x[row, node, pl.ds(start, span)].astype(jnp.float32)
+            values = jnp.where(values != values, jnp.inf, values)  # NaN is an error as +inf is
+            return jnp.where(own, values, -jnp.inf), ids
+
+        pieces = (pl.cdiv(width, span) - group + groups - 1) // groups
+        own = Limits(scale[row], top_k[row], top_p[row], low[row])
+        given = Row(piece, pieces, span, vocab, 8 * x.dtype.itemsize, join), own
+        law = lax.cond(cuts[row] == 1, lambda: _truncated(*given), lambda: _whole(*given))
+
+        @pl.when(group == 0)
+        def _():
+            for out, value in zip(outs, law, strict=True):
+                out[row, node] = value
+
+    dtypes = jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.int32
+    *summary, count = compat.gpu_kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct((batch, nodes), dtype) for dtype in dtypes),
+        grid=(nodes, batch),
+        grid_names=("node", "row"),
+        num_threads=groups,
+        thread_name="group",
+        scratch_types=[
+            plgpu.SMEM(((1 << BITS) - 1, groups), jnp.float32),
+            plgpu.Barrier(num_arrivals=groups),
+        ],
+        interpret=interpret,
+    )(x, *limits, cuts.astype(jnp.int32))
+    return Summary(*summary), count
+
+
+def _meet(met: Any) -> None:
+    """Wait for the row's other warpgroups."""
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
+
+
+class Limits(NamedTuple):
+    """Settings, of each sequence or of one; without effect where temperature is 0."""
+
+    scale: Float[Array, "*B"]
+    top_k: Int[Array, "*B"]  # 0: off
+    top_p: Float[Array, "*B"]
+    low: Float[Array, "*B"]  # the least logit after the temperature, relative to the greatest
+
+
+class Row(NamedTuple):
+    """One row as one of its warpgroups sees it."""
+
+    piece: Callable[[Array], tuple[Array, Array]]  # logits of its i-th piece, and their ids
+    pieces: Int[Array, ""]
+    span: int  # ids of a piece
+    vocab: int
+    bits: int  # of a logit
+    join: Callable[..., list[Array]]  # numbers of all warpgroups
+
+
+class Seen(NamedTuple):
+    """What the first sweep tells."""
+
+    top: Float[Array, ""]
+    total: Float[Array, ""]  # of exp, relative to top
+    best: Int[Array, ""]
+    kept: tuple[Int[Array, "span"], ...]  # the places of each lane's greatest logits, in order
+
+
+Law = tuple[Array, Array, Array, Array, Array]
+"""top, cut, log_total, best of `Summary`, and the number of sweeps."""
+
+
+def _whole(row: Row, own: Limits) -> Law:
+    seen = _first(row, own, 1)
+    return seen.top, jnp.float32(-jnp.inf), jnp.log(seen.total), seen.best, jnp.int32(1)
+
+
+def _first(row: Row, own: Limits, count: int) -> Seen:
+    """The first sweep; lanes keep ``count`` logits."""
+
+    def step(i: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept, total, first = state
+        values, ids = row.piece(i)
+        greater = values > kept[0]
+        ratio = jnp.exp(-jnp.abs(values - kept[0]) / own.scale)
+        ratio = jnp.where(values > -jnp.inf, ratio, 0.0)
+        total = jnp.where(greater, total * ratio + 1.0, total + ratio)
+        first = jnp.where(greater, ids, first)
+        sorted_in = []
+        for one in kept:
+            sorted_in.append(jnp.maximum(one, values))
+            values = jnp.minimum(one, values)
+        return tuple(sorted_in), total, first
+
+    nothing = jnp.full((row.span,), -jnp.inf, jnp.float32)
+    start = (nothing,) * count, jnp.zeros((row.span,), jnp.float32), jnp.zeros((row.span,), jnp.int32)
+    kept, total, first = lax.fori_loop(0, row.pieces, step, start)
+    (top,) = row.join(jnp.maximum, jnp.max(kept[0]))
+    first = jnp.min(jnp.where(kept[0] == top, first, row.vocab))
+    (best,) = row.join(jnp.minimum, first.astype(jnp.float32))
+    good = (top > -jnp.inf) & (top < jnp.inf)
+    top = jnp.where(good, top, jnp.nan)
+    share = jnp.where(kept[0] > -jnp.inf, total * jnp.exp((kept[0] - top) / own.scale), 0.0)
+    (total,) = row.join(jnp.add, jnp.sum(share))
+    places = tuple(map(_place, kept))
+    return Seen(top, total + 0 * top, jnp.where(good, best.astype(jnp.int32), 0), places)
+
+
+def _truncated(row: Row, own: Limits) -> Law:
+    """The same with top-k, then top-p, then min-p."""
+    seen = _first(row, own, KEPT)
+    (horizon,) = row.join(jnp.maximum, jnp.max(_float(seen.kept[-1])))
+    edge = _one(_place, horizon)
+
+    def weigh(x: Array, cut: Array, low: Array) -> Array:
+        scaled = (x - seen.top) / own.scale
+        return jnp.where((x >= cut) & (scaled >= low), jnp.exp(scaled), 0.0)
+
+    def mass(weight: Callable[[Array], Array], missing: Array) -> tuple[Array, Array]:
+        weights = [weight(_float(place)) for place in seen.kept]
+        everything = jnp.int32(LOWEST), missing
+        (found,), swept = _above(row, seen, weights, weight, [everything], jnp.float32(jnp.inf))
+        return found, swept
+
+    # A loop, so that there is one search to compile.
+    def search(by_mass: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        cut, sweeps = state
+
+        def weight(x: Array) -> Array:
+            return jnp.where(jnp.full(x.shape, by_mass) == 1, weigh(x, cut, jnp.float32(-jnp.inf)), 1.0)
+
+        def find() -> tuple[Array, Array]:
+            found, swept = mass(weight, (by_mass == 1) & (cut > -jnp.inf) & (cut <= horizon))
+            whole = jnp.where(cut > -jnp.inf, found, seen.total)
+            least = jnp.maximum(own.top_p * whole, jnp.finfo(jnp.float32).tiny)
+            need = jnp.where(by_mass == 1, least, own.top_k.astype(jnp.float32))
+            place, again = _threshold(row, seen, edge, weight, need)
+            new = _one(_float, place)  # NaN: rounding found none
+            return jnp.where(new > cut, new, cut), sweeps + swept + again
+
+        used = jnp.where(by_mass == 1, own.top_p < 1, own.top_k > 0)
+        return lax.cond(used, find, lambda: (cut, sweeps))
+
+    cut, sweeps = lax.fori_loop(0, 2, search, (jnp.float32(-jnp.inf), jnp.int32(1)))
+    # min-p may take all that the lanes did not keep, where top-k and top-p do not
+    missing = (cut <= horizon) & ((horizon - seen.top) / own.scale >= own.low)
+    total, last = mass(functools.partial(weigh, cut=cut, low=own.low), missing)
+    return seen.top, cut, jnp.log(total) + 0 * seen.top, seen.best, sweeps + last
 
 
 def _threshold(
-    dtype: Any, weigh: Weigh, needed: Callable[[Array], Array], sweep: Sweep
-) -> Float[Array, "B N"]:
-    """The greatest float t of the dtype such that at and above it there is what is needed of the
-    whole; if there is none, NaN. Of a slice in which the last step's bracket holds nothing, all
-    is known, so it is not read again."""
-    width = 8 * jnp.dtype(dtype).itemsize
+    row: Row, seen: Seen, edge: Array, weight: Callable[[Array], Array], need: Array
+) -> tuple[Array, Array]:
+    """The highest place at and above which lies what is needed; and the sweeps."""
+    weights = [weight(_float(place)) for place in seen.kept]
 
-    def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        place, need, alive, above = state
+    def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        place, sweeps = state
         shift = 32 - BITS - BITS * i
-        parts = weigh(sweep._replace(place=place, shift=shift[None], alive=alive), 1 << BITS)
-        parts = jnp.where(alive[..., None], parts, above[..., None])
-        found = jnp.sum(parts, axis=2)
-        need = jnp.where(i == 0, needed(found[..., 0]), need)  # all lies above the first place
-        passed = jnp.sum(found[..., 1:] >= need[..., None], axis=-1)
-        edges = jnp.concatenate([parts, above[..., None]], axis=-1)
-        inside, above = (
-            jnp.take_along_axis(edges, (passed + j)[:, :, None, None], axis=-1)[..., 0] for j in (0, 1)
-        )
-        return place + (passed << shift), need, alive & (inside != above), above
+        limits = [place + lax.shift_left(jnp.int32(j), shift) for j in range(1, 1 << BITS)]
+        found, swept = _above(row, seen, weights, weight, [(limit, limit <= edge) for limit in limits], need)
+        passed = functools.reduce(jnp.add, [(amount >= need).astype(jnp.int32) for amount in found])
+        return place + lax.shift_left(passed, shift), sweeps + swept
 
-    shape = sweep.place.shape
-    start = sweep.place, jnp.zeros(shape), sweep.alive, jnp.zeros(sweep.alive.shape)
-    place = lax.fori_loop(0, width // BITS, step, start)[0]
-    unused = (1 << 32 - width) - 1  # bits that bfloat16 lacks, all ones below 0
-    return _float(jnp.where(place < 0, place | unused, place))
+    place, sweeps = lax.fori_loop(0, row.bits // BITS, step, (jnp.int32(LOWEST), jnp.int32(0)))
+    unused = jnp.int32((1 << 32 - row.bits) - 1)  # bits that bfloat16 lacks, all ones below 0
+    return jnp.where(place < 0, place | unused, place), sweeps
+
+
+def _above(
+    row: Row,
+    seen: Seen,
+    weights: Sequence[Array],
+    weight: Callable[[Array], Array],
+    limits: Sequence[tuple[Array, Array]],
+    need: Array,
+) -> tuple[Sequence[Array], Array]:
+    """What lies at and above each limit, as far as it matters whether that is what is needed.
+
+    ``weights`` of the kept logits are enough, unless some are missing, as a limit's second
+    part says, and there is too little without them: then the row is swept again. Also whether
+    it was, 0 or 1.
+    """
+
+    def total(limit: Array) -> Array:
+        return jnp.sum(
+            sum(jnp.where(place >= limit, w, 0.0) for place, w in zip(seen.kept, weights, strict=True))
+        )
+
+    def add(i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        x, _ = row.piece(i)
+        w, places = weight(x), _place(x)
+        return tuple(
+            t + jnp.where(places >= limit, w, 0.0) for t, (limit, _) in zip(totals, limits, strict=True)
+        )
+
+    def sweep() -> list[Array]:
+        start = (jnp.zeros((row.span,), jnp.float32),) * len(limits)
+        return row.join(jnp.add, *map(jnp.sum, lax.fori_loop(0, row.pieces, add, start)))
+
+    known = row.join(jnp.add, *(total(limit) for limit, _ in limits))
+    unsure = functools.reduce(
+        jnp.logical_or, [lacks & (amount < need) for (_, lacks), amount in zip(limits, known, strict=True)]
+    )
+    return lax.cond(unsure, sweep, lambda: known), unsure.astype(jnp.int32)
+
+
+def _place(x: Float[Array, "span"]) -> Int[Array, "span"]:
+    """A float32's place among them in their order, as an int32."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(~LOWEST), bits)
+
+
+def _float(place: Int[Array, "span"]) -> Float[Array, "span"]:
+    """The float32 at a place."""
+    return lax.bitcast_convert_type(jnp.where(place < 0, place ^ jnp.int32(~LOWEST), place), jnp.float32)
+
+
+def _one(convert: Callable[[Array], Array], value: Array) -> Array:
+    """`_place` or `_float` of a single number, which Mosaic GPU cannot take for another type."""
+    return jnp.max(convert(jnp.full((LANES,), value)))

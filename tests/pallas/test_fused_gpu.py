@@ -75,22 +75,19 @@ def test_summaries(vocab, nodes, dtype, span):
     check_summary(policy, x, kernel(policy, x), law.summarise_ref(policy, x))
 
 
-def test_one_sweep_where_no_row_needs_a_threshold(monkeypatch):
-    """Neither a greedy row's top-k nor switches that are off; `cond` takes a branch as it is built."""
-
-    def refuse(*args, **options):
-        raise AssertionError("a second sweep")
-
-    off = dict(
-        top_k=jnp.zeros(cases.BATCH, int).at[0].set(3),
-        top_p=jnp.ones(cases.BATCH),
-        min_p=jnp.zeros(cases.BATCH),
-    )
-    policy, x = cases.settings(257)._replace(**off), hard(0, 1, 257, "float32")
-    wanted = law.summarise_ref(policy, x)
-    monkeypatch.setattr(jax.lax, "cond", lambda take, yes, no, *given: (yes if take else no)(*given))
-    monkeypatch.setattr(summarise_gpu, "_weigh", refuse)
-    check_summary(policy, x, summarise_gpu.summarise(policy, x, interpret=GPU), wanted)
+def test_how_often_a_row_is_read():
+    """Once, whatever the settings, but where more logits matter than the lanes keep."""
+    policy, vocab = cases.settings(4097), 4097
+    kernel = jax.jit(functools.partial(summarise_gpu.reads, span=128, interpret=GPU))
+    draw = np.random.default_rng(0)
+    steep = [draw.permutation(-2 * np.log(np.arange(1, vocab + 1))) for _ in range(cases.BATCH)]
+    for logits, flat in ((np.array(steep), False), (draw.normal(size=(cases.BATCH, vocab)), True)):
+        x = jnp.asarray(logits[:, None], jnp.float32)
+        summary, reads = kernel(policy, x)
+        check_summary(policy, x, summary, law.summarise_ref(policy, x))
+        nucleus = np.asarray((policy.top_p < 1) & (policy.top_k == 0))
+        np.testing.assert_array_equal(np.asarray(reads)[:, 0] > 1, flat & nucleus)
+        assert np.all(reads <= 35)
 
 
 def draws(seed: int, x: jax.Array, drawn: bool) -> tuple[law.End, jax.Array | None]:

@@ -13,7 +13,9 @@ from jspec.pallas import (
     attention_tpu,
     compact_gpu,
     compact_tpu,
+    race_gpu,
     race_tpu,
+    summarise_gpu,
     summarise_tpu,
     traffic,
     verify,
@@ -66,6 +68,23 @@ def test_the_two_passes_of_fused_verification(child):
     second = traffic.count(race_tpu.race, settings, x, summary, end, x)
     assert row <= second.read <= 1.01 * row * (2 if child >= 0 else 1)
     assert first.total + second.total <= 1.3 * logits * (2 if child >= 0 else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_two_passes_on_hopper(dtype):
+    """Once more the same (where lanes keep enough: `test_how_often_a_row_is_read`)."""
+    batch, nodes, vocab = 2, 5, 128256
+    settings = policy.make(batch, 2)
+    ones, x = jnp.ones(batch, jnp.int32), abstract(batch, nodes, vocab, dtype=dtype)
+    first = traffic.count(summarise_gpu.summarise, settings, x)
+    row = vocab * x.dtype.itemsize
+    assert batch * nodes * row <= first.read <= 1.04 * batch * nodes * row
+    summary = laws.Summary(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
+    end = laws.End(2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], -ones, 0.0 * ones)
+    second = traffic.count(race_gpu.race, settings, x, summary, end)
+    assert batch * row <= second.read <= 1.04 * batch * row
+    assert first.total + second.total <= 1.3 * batch * nodes * row
 
 
 @pytest.mark.parametrize(
