@@ -8,10 +8,9 @@ and of p itself; which of the two counts is known at its end.
 
 HBM: B · V logits, and as much of the draft's law where a draft with a law was refused. A
 bfloat16 row comes with the one that shares its 32-bit words, rows 2i and 2i + 1, and is taken
-out in the sweep. Where rows cannot be copied so (V no multiple of 128; an odd number B · N of
-bfloat16 rows, the last of which shares its words with none) they come with the 8 of their
-tile. VMEM: two rows of float32, or pairs of bfloat16, and such tiles. Limit: about 270 integer
-and float operations an id, by which 128 k ids would take 35 µs at 1 GHz.
+out in the sweep; the last of an odd number comes alone. If V is no multiple of 128, a row comes
+with the 8 of its tile. VMEM: two rows of float32, or pairs of bfloat16, and such tiles. Limit:
+about 270 integer and float operations an id, by which 128 k ids would take 35 µs at 1 GHz.
 
 Static: all shapes, whether there is a draft law. Traced: everything else.
 """
@@ -63,9 +62,8 @@ def race(
     child = jnp.where(end.child < 0, -1, row * nodes + end.child)
     places = jnp.stack([row * nodes + end.node, child, best])
     width = pl.cdiv(pl.cdiv(vocab, 8), 128) * 128
-    ways = [_copy if _by_hand(rows) else _pick for rows in given]
     token, logp = pl.pallas_call(
-        functools.partial(_body, vocab=vocab, width=width, ways=ways),
+        functools.partial(_body, vocab=vocab, width=width, drawn=logq is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(batch,),
@@ -81,16 +79,15 @@ def race(
     return token[:, 0, 0], logp[:, 0, 0]
 
 
-def _by_hand(rows: Array) -> bool:
-    """Whether a row is copied alone, or with the one that shares its words; else by whole tiles."""
-    count, vocab = rows.shape
-    return vocab % 128 == 0 and (rows.dtype == jnp.float32 or count % 2 == 0)
+def _by_hand(vocab: int) -> bool:
+    """Whether the kernel copies rows itself; else it gets whole tiles."""
+    return vocab % 128 == 0
 
 
 def _block(rows: Array, place: int) -> pl.BlockSpec:
     """Where the kernel finds one row."""
     count, vocab = rows.shape
-    if _by_hand(rows):
+    if _by_hand(vocab):
         return pl.BlockSpec(memory_space=pl.ANY)
     tile = min(count, 8)
 
@@ -102,27 +99,44 @@ def _block(rows: Array, place: int) -> pl.BlockSpec:
 
 def _room(rows: Array, width: int) -> Any:
     """Where it puts the row: on 8 sublanes, of float32 or of words that two rows share."""
-    pair = rows.dtype == jnp.bfloat16 and _by_hand(rows)
-    return pltpu.VMEM((16, width), jnp.bfloat16) if pair else pltpu.VMEM((8, width), jnp.float32)
+    pairs = rows.dtype == jnp.bfloat16 and _by_hand(rows.shape[1])
+    return pltpu.VMEM((16, width), jnp.bfloat16) if pairs else pltpu.VMEM((8, width), jnp.float32)
 
 
-def _pieces(row_ref, vocab: int) -> list[tuple[int, int, int]]:
-    """Each sublane, its first id and how many it has."""
-    width = row_ref.shape[1]
-    return [(s, s * width, min(width, vocab - s * width)) for s in range(8) if s * width < vocab]
+def _load(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
+    """Put one row, or the two that share its words, into VMEM, one eighth on each sublane."""
+    width, share, count = row_ref.shape[1], row_ref.shape[0] // 8, rows_ref.shape[0]
+    pieces = [(s, s * width, min(width, vocab - s * width)) for s in range(8) if s * width < vocab]
+    if not _by_hand(vocab):
+        _pick(rows_ref, node, row_ref, pieces)
+        return
+    paired = count // share * share
+
+    def together():
+        first = pl.multiple_of(node // share * share, share)
+        targets = [row_ref.at[pl.ds(s * share, share)] for s, *_ in pieces]
+        _copy(rows_ref.at[pl.ds(first, share)], targets, semaphore, pieces)
+
+    def last(room_ref):
+        # A single row fits no place of two; it fills a room of its own, from where both halves take it.
+        targets = [room_ref.at[s] for s, *_ in pieces]
+        _copy(rows_ref.at[pl.ds(count - 1, 1)], targets, semaphore, pieces)
+        for s, _, ids in pieces:
+            row = room_ref[s, :, pl.ds(0, ids)]
+            row_ref[pl.ds(s * share, share), pl.ds(0, ids)] = jnp.broadcast_to(row, (share, ids))
+
+    if paired:
+        pl.when(node < paired)(together)
+    if paired < count:
+        room = pltpu.VMEM((8, 1, width), row_ref.dtype)
+        pl.when(node >= paired)(lambda: pl.run_scoped(last, room))
 
 
-def _copy(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
-    """Put one row, or the two that share its words, into VMEM, one eighth of it on each sublane."""
-    rows = row_ref.shape[0] // 8
-    start = pl.multiple_of(node // rows * rows, rows)
+def _copy(rows_ref, targets, semaphore, pieces) -> None:
+    """Out of HBM, each piece to its target."""
     copies = [
-        pltpu.make_async_copy(
-            rows_ref.at[pl.ds(start, rows), pl.ds(first, ids)],
-            row_ref.at[pl.ds(s * rows, rows), pl.ds(0, ids)],
-            semaphore,
-        )
-        for s, first, ids in _pieces(row_ref, vocab)
+        pltpu.make_async_copy(rows_ref.at[:, pl.ds(first, ids)], target.at[:, pl.ds(0, ids)], semaphore)
+        for target, (_, first, ids) in zip(targets, pieces, strict=True)
     ]
     for copy in copies:
         copy.start()
@@ -130,10 +144,10 @@ def _copy(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
         copy.wait()
 
 
-def _pick(rows_ref, node, row_ref, _, vocab: int) -> None:
-    """The same out of a block of whole tiles."""
+def _pick(rows_ref, node, row_ref, pieces) -> None:
+    """Out of a block of whole tiles."""
     tile = rows_ref.shape[0]
-    for s, first, ids in _pieces(row_ref, vocab):
+    for s, first, ids in pieces:
         for start in range(0, ids, 8 * LANES):
             size = min(8 * LANES, ids - start)
             block = rows_ref[:, pl.ds(first + start, size)].astype(jnp.float32)
@@ -164,16 +178,16 @@ def _law(piece, token, best, numbers):
     return jnp.where(warm, law, jnp.where(token == best, 0.0, -jnp.inf))
 
 
-def _body(places_ref, numbers_ref, key_ref, refused_ref, *refs, vocab, width, ways):
-    count, drawn = len(ways), len(ways) == 2
+def _body(places_ref, numbers_ref, key_ref, refused_ref, *refs, vocab, width, drawn):
+    count = 1 + drawn
     rows_refs, (token_ref, logp_ref), scratch = refs[:count], refs[count : count + 2], refs[count + 2 :]
     *row_refs, semaphore = scratch
     b = pl.program_id(0)
     node, child, best = (places_ref[i, b] for i in range(3))
     *numbers, log_reach = (numbers_ref[i, b] for i in range(6))
-    ways[0](rows_refs[0], node, row_refs[0], semaphore, vocab)
+    _load(rows_refs[0], node, row_refs[0], semaphore, vocab)
     if drawn:
-        pl.when(child >= 0)(lambda: ways[1](rows_refs[1], child, row_refs[1], semaphore, vocab))
+        pl.when(child >= 0)(lambda: _load(rows_refs[1], child, row_refs[1], semaphore, vocab))
     key = key_ref[b, 0], key_ref[b, 1]
 
     def visit(first, ids, carry):

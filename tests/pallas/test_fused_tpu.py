@@ -87,7 +87,7 @@ def test_race(nodes, vocab, dtype, drawn):
         np.testing.assert_allclose(logp, wanted_logp, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("batch", [2, 3])  # of 3 sequences the last row shares its words with none
+@pytest.mark.parametrize("batch", [2, 3])  # of 9 rows the last shares its words with none
 def test_a_bfloat16_row_is_told_from_its_neighbour(batch):
     """Row r draws from ids 2r and 2r + 1, and the draft's next row has all its mass on the first of them."""
     nodes, vocab = 3, 256
