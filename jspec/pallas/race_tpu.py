@@ -6,11 +6,11 @@ on the 8 sublanes, so that vectors are full at any batch size. Then one sweep in
 [8, `LANES`] makes two threefry words for each id, the noise, and the best of what is left of p
 and of p itself; which of the two counts is known at its end.
 
-HBM: B · V logits, and as much of the draft's law where a draft with a law was refused.
-A row that cannot be copied alone (bfloat16, which packs two rows in a tile; V no multiple of
-128) comes with the others of its tile, 8 in float32, 16 in bfloat16. VMEM: two rows of float32, and such
-tiles. Limit: about 270 integer and float operations an id, by
-which 128 k ids would take 35 µs at 1 GHz.
+HBM: B · V logits, and as much of the draft's law where a draft with a law was refused. A
+bfloat16 row comes with the one that shares its 32-bit words, rows 2i and 2i + 1, and is taken
+out in the sweep; the last of an odd number comes alone. If V is no multiple of 128, a row comes
+with the 8 of its tile. VMEM: two rows of float32, or pairs of bfloat16, and such tiles. Limit:
+about 270 integer and float operations an id, by which 128 k ids would take 35 µs at 1 GHz.
 
 Static: all shapes, whether there is a draft law. Traced: everything else.
 """
@@ -62,15 +62,14 @@ def race(
     child = jnp.where(end.child < 0, -1, row * nodes + end.child)
     places = jnp.stack([row * nodes + end.node, child, best])
     width = pl.cdiv(pl.cdiv(vocab, 8), 128) * 128
-    blocks = [_block(rows, place) for place, rows in enumerate(given)]
     token, logp = pl.pallas_call(
         functools.partial(_body, vocab=vocab, width=width, drawn=logq is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(batch,),
-            in_specs=blocks,
+            in_specs=[_block(rows, place) for place, rows in enumerate(given)],
             out_specs=[pl.BlockSpec((1, 1, 1), lambda b, *_: (b, 0, 0))] * 2,
-            scratch_shapes=[pltpu.VMEM((8, width), jnp.float32)] * len(given) + [pltpu.SemaphoreType.DMA],
+            scratch_shapes=[*(_room(rows, width) for rows in given), pltpu.SemaphoreType.DMA],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, 1, 1), dtype) for dtype in (jnp.int32, jnp.float32)],
         compiler_params=compat.tpu_params("parallel", vmem_limit_bytes=VMEM),
@@ -80,12 +79,17 @@ def race(
     return token[:, 0, 0], logp[:, 0, 0]
 
 
+def _by_hand(vocab: int) -> bool:
+    """Whether the kernel copies rows itself; else it gets whole tiles."""
+    return vocab % 128 == 0
+
+
 def _block(rows: Array, place: int) -> pl.BlockSpec:
-    """Where the kernel gets one row: copied by hand if it can be, else out of a block of whole tiles."""
+    """Where the kernel finds one row."""
     count, vocab = rows.shape
-    if _alone(rows.dtype, vocab):
+    if _by_hand(vocab):
         return pl.BlockSpec(memory_space=pl.ANY)
-    tile = min(count, 8 if rows.dtype == jnp.float32 else 16)
+    tile = min(count, 8)
 
     def index(b, places, *_):
         return jnp.maximum(places[place, b], 0) // tile, 0
@@ -93,28 +97,55 @@ def _block(rows: Array, place: int) -> pl.BlockSpec:
     return pl.BlockSpec((tile, vocab), index)
 
 
-def _alone(dtype: Any, vocab: int) -> bool:
-    return dtype == jnp.float32 and vocab % 128 == 0
+def _room(rows: Array, width: int) -> Any:
+    """Where it puts the row: on 8 sublanes, of float32 or of words that two rows share."""
+    pairs = rows.dtype == jnp.bfloat16 and _by_hand(rows.shape[1])
+    return pltpu.VMEM((16, width), jnp.bfloat16) if pairs else pltpu.VMEM((8, width), jnp.float32)
 
 
 def _load(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
-    """Put one row into VMEM, one eighth of it on each sublane."""
-    width = row_ref.shape[1]
+    """Put one row, or the two that share its words, into VMEM, one eighth on each sublane."""
+    width, share, count = row_ref.shape[1], row_ref.shape[0] // 8, rows_ref.shape[0]
     pieces = [(s, s * width, min(width, vocab - s * width)) for s in range(8) if s * width < vocab]
-    if _alone(rows_ref.dtype, vocab):
-        copies = [
-            pltpu.make_async_copy(
-                rows_ref.at[pl.ds(node, 1), pl.ds(first, ids)],
-                row_ref.at[pl.ds(s, 1), pl.ds(0, ids)],
-                semaphore,
-            )
-            for s, first, ids in pieces
-        ]
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
+    if not _by_hand(vocab):
+        _pick(rows_ref, node, row_ref, pieces)
         return
+    paired = count // share * share
+
+    def together():
+        first = pl.multiple_of(node // share * share, share)
+        targets = [row_ref.at[pl.ds(s * share, share)] for s, *_ in pieces]
+        _copy(rows_ref.at[pl.ds(first, share)], targets, semaphore, pieces)
+
+    def last(room_ref):
+        # A single row fits no place of two; it fills a room of its own, from where both halves take it.
+        targets = [room_ref.at[s] for s, *_ in pieces]
+        _copy(rows_ref.at[pl.ds(count - 1, 1)], targets, semaphore, pieces)
+        for s, _, ids in pieces:
+            row = room_ref[s, :, pl.ds(0, ids)]
+            row_ref[pl.ds(s * share, share), pl.ds(0, ids)] = jnp.broadcast_to(row, (share, ids))
+
+    if paired:
+        pl.when(node < paired)(together)
+    if paired < count:
+        room = pltpu.VMEM((8, 1, width), row_ref.dtype)
+        pl.when(node >= paired)(lambda: pl.run_scoped(last, room))
+
+
+def _copy(rows_ref, targets, semaphore, pieces) -> None:
+    """Out of HBM, each piece to its target."""
+    copies = [
+        pltpu.make_async_copy(rows_ref.at[:, pl.ds(first, ids)], target.at[:, pl.ds(0, ids)], semaphore)
+        for target, (_, first, ids) in zip(targets, pieces, strict=True)
+    ]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
+
+
+def _pick(rows_ref, node, row_ref, pieces) -> None:
+    """Out of a block of whole tiles."""
     tile = rows_ref.shape[0]
     for s, first, ids in pieces:
         for start in range(0, ids, 8 * LANES):
@@ -126,36 +157,50 @@ def _load(rows_ref, node, row_ref, semaphore, vocab: int) -> None:
             row_ref[pl.ds(s, 1), pl.ds(start, size)] = own
 
 
+def _read(row_ref, node, columns):
+    """A piece of the row, [8, ids] in float32."""
+    piece = row_ref[:, columns]
+    if row_ref.dtype == jnp.float32:
+        return piece
+    # Of the two rows in a word the even one is the low half; a bfloat16 is the high half of a float32.
+    words = pltpu.bitcast(piece, jnp.uint32)
+    own = jnp.where(node % 2 == 0, words << 16, words & jnp.uint32(0xFFFF0000))
+    return jax.lax.bitcast_convert_type(own, jnp.float32)
+
+
+def _law(piece, token, best, numbers):
+    """log p of a piece's ids."""
+    temperature, log_min_p, top, cut, log_total = numbers
+    warm = temperature > 0
+    scaled = (piece - top) / jnp.where(warm, temperature, 1.0)
+    out = (piece < cut) | (scaled < log_min_p)
+    law = jnp.where(out, -jnp.inf, scaled) - log_total
+    return jnp.where(warm, law, jnp.where(token == best, 0.0, -jnp.inf))
+
+
 def _body(places_ref, numbers_ref, key_ref, refused_ref, *refs, vocab, width, drawn):
-    rows_refs, (token_ref, logp_ref), scratch = (
-        refs[: 1 + drawn],
-        refs[1 + drawn : 3 + drawn],
-        refs[3 + drawn :],
-    )
+    count = 1 + drawn
+    rows_refs, (token_ref, logp_ref), scratch = refs[:count], refs[count : count + 2], refs[count + 2 :]
     *row_refs, semaphore = scratch
     b = pl.program_id(0)
     node, child, best = (places_ref[i, b] for i in range(3))
-    temperature, log_min_p, top, cut, log_total, log_reach = (numbers_ref[i, b] for i in range(6))
+    *numbers, log_reach = (numbers_ref[i, b] for i in range(6))
     _load(rows_refs[0], node, row_refs[0], semaphore, vocab)
     if drawn:
         pl.when(child >= 0)(lambda: _load(rows_refs[1], child, row_refs[1], semaphore, vocab))
-    warm = temperature > 0
-    divisor = jnp.where(warm, temperature, 1.0)
     key = key_ref[b, 0], key_ref[b, 1]
 
     def visit(first, ids, carry):
-        piece = row_refs[0][:, pl.ds(first, ids)]
+        columns = pl.ds(first, ids)
+        piece = _read(row_refs[0], node, columns)
         lane, sublane = (jax.lax.broadcasted_iota(jnp.int32, piece.shape, axis) for axis in (1, 0))
         token = sublane * width + first + lane
-        scaled = (piece - top) / divisor
-        out = (piece < cut) | (scaled < log_min_p)
-        law = jnp.where(out, -jnp.inf, scaled) - log_total
-        logp = jnp.where(warm, law, jnp.where(token == best, 0.0, -jnp.inf))
+        logp = _law(piece, token, best, numbers)
         weights = logp
         for m in range(refused_ref.shape[1]):
             weights = jnp.where(token == refused_ref[b, m], -jnp.inf, weights)
         if drawn:
-            excess = jnp.maximum(jnp.exp(logp + log_reach) - jnp.exp(row_refs[1][:, pl.ds(first, ids)]), 0.0)
+            excess = jnp.maximum(jnp.exp(logp + log_reach) - jnp.exp(_read(row_refs[1], child, columns)), 0.0)
             weights = jnp.where(child >= 0, jnp.log(excess), weights)
         noise = threefry.gumbel(*key, token, vocab)
         return tuple(

@@ -13,13 +13,13 @@ from jspec.errors import JspecError
 from jspec.pallas import compat, law, threefry
 from jspec.pallas.race_tpu import race
 from jspec.pallas.summarise_tpu import summarise
-from jspec.sampling import keys
+from jspec.sampling import keys, policy
 from tests.pallas import verify_cases as cases
 from tests.pallas.wide import wide
 
 INTERPRET = compat.tpu_interpreter()
 F32, BF16 = jnp.float32, jnp.bfloat16
-# (N, V, dtype, a draft's law): V = 256 is copied row by row, the others come in whole tiles
+# (N, V, dtype, a draft's law): V = 256 is copied by rows, bfloat16 by pairs, the others come in whole tiles
 CASES = [(7, 5, F32, False), (5, 256, F32, True), (9, 1000, BF16, True)]
 WIDE = [
     (nodes, vocab, dtype, drawn)
@@ -85,6 +85,27 @@ def test_race(nodes, vocab, dtype, drawn):
         wanted, wanted_logp = reference(rows, x, summary, end, logq)
         np.testing.assert_array_equal(token, wanted)
         np.testing.assert_allclose(logp, wanted_logp, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [2, 3])  # of 9 rows the last shares its words with none
+def test_a_bfloat16_row_is_told_from_its_neighbour(batch):
+    """Row r draws from ids 2r and 2r + 1, and the draft's next row has all its mass on the first of them."""
+    nodes, vocab = 3, 256
+    row = jnp.arange(batch * nodes)
+    spread = jnp.full((batch * nodes, vocab), -jnp.inf, BF16)
+    x = spread.at[row, 2 * row].set(0).at[row, 2 * row + 1].set(0).reshape(batch, nodes, vocab)
+    logq = spread.at[row, 2 * row - 2].set(0).reshape(batch, nodes, vocab)
+    rows = policy.make(batch, vocab, temperature=1.0)
+    _, kernel, plain, _ = passes()
+    summary, none = plain(rows, x), jnp.full((batch, 1), -1)
+    for seed in range(nodes):
+        node = (jnp.arange(batch) + seed) % nodes
+        child = jnp.where(node < nodes - 1, node + 1, -1)
+        end = law.End(node, keys.row_keys([seed] * batch, batch), none, child, jnp.zeros(batch))
+        token, _ = kernel(rows, x, summary, end, logq)
+        own = jnp.arange(batch) * nodes + node
+        np.testing.assert_array_equal(token // 2, own)
+        assert bool(jnp.all((token % 2 == 1) | (child < 0)))
 
 
 def test_what_is_left_of_nothing_is_p():

@@ -54,20 +54,24 @@ def test_the_fused_verifier_moves_little_more_than_the_logits(batch, drawn):
         assert moved.total > least * 1.1  # a draft was refused, and its law read
 
 
+@pytest.mark.parametrize(("dtype", "nodes", "limit"), [(jnp.float32, 5, 1.3), (jnp.bfloat16, 6, 1.35)])
 @pytest.mark.parametrize("child", [-1, 3])
-def test_the_two_passes_of_fused_verification(child):
-    """The same at the real vocabulary: the first reads each logit once, the second one row a sequence."""
-    batch, nodes, vocab = 8, 5, 128256
+def test_the_two_passes_of_fused_verification(child, dtype, nodes, limit):
+    """The same at the real vocabulary: the first reads each logit once, the second one row a sequence.
+
+    In bfloat16 two rows, which share words: 1 + 2 / N of the logits by both.
+    """
+    batch, vocab = 8, 128256
     settings = policy.make(batch, 2, top_p=0.9)  # kernels look at no bias
-    ones, x = jnp.ones(batch, jnp.int32), abstract(batch, nodes, vocab, dtype=jnp.float32)
+    ones, x = jnp.ones(batch, jnp.int32), abstract(batch, nodes, vocab, dtype=dtype)
     first = traffic.count(summarise_tpu.summarise, settings, x)
-    logits, row = batch * nodes * vocab * 4, batch * vocab * 4
+    logits, row = batch * nodes * vocab * x.dtype.itemsize, batch * vocab * 4  # of bfloat16 two rows
     assert logits <= first.read <= logits + 32 * batch * nodes and first.written <= 32 * batch * nodes
     summary = laws.Summary(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
     end = laws.End(2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], child * ones, 0.0 * ones)
     second = traffic.count(race_tpu.race, settings, x, summary, end, x)
     assert row <= second.read <= 1.01 * row * (2 if child >= 0 else 1)
-    assert first.total + second.total <= 1.3 * logits * (2 if child >= 0 else 1)
+    assert first.total + second.total <= limit * logits * (2 if child >= 0 else 1)
 
 
 @pytest.mark.slow
