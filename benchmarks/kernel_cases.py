@@ -181,6 +181,12 @@ def narrow_ends(tiny: bool) -> tuple:
     return settings, x, by_rows(law.summarise_ref)(settings, jnp.asarray(x)), end, logq
 
 
+def narrow_logits(tiny: bool) -> tuple:
+    """The first pass's inputs in bfloat16."""
+    settings, x = logits(tiny)
+    return settings, x.astype(jnp.bfloat16)
+
+
 def path(tiny: bool) -> tuple:
     """Half the layers of Llama-3.1-8B, and a path of eight nodes that are not all where they belong."""
     layers, slots = (2, 64) if tiny else (16, 8192)
@@ -213,6 +219,13 @@ CASES = [
     Case("row sums", "tpu", row_sums, sum_rows, rows, temporaries=0.05),
     Case("page sums", "gpu", page_sums, sum_pages, pages),
     Case("summarise", "tpu", by_rows(summarise_tpu.summarise), by_rows(law.summarise_ref), logits),
+    Case(
+        "summarise bfloat16",
+        "tpu",
+        by_rows(summarise_tpu.summarise),
+        by_rows(law.summarise_ref),
+        narrow_logits,
+    ),
     Case("race", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), ends),
     Case("race bfloat16", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), narrow_ends),
     Case("summarise", "gpu", by_rows(summarise_gpu.summarise), by_rows(law.summarise_ref), logits, 1e-4),

@@ -1,12 +1,11 @@
 """`jspec.pallas.law.summarise_ref` on TPU: every logit once from HBM, the thresholds in VMEM.
 
 The rows of all sequences are one array [B·N, V], whose tiles are full whatever N is. Grid
-(⌈B·N/R⌉,), parallel; a block is R rows, [R, V], R = 8 in float32 and 16 in bfloat16, which are
-whole tiles (or B·N, if that is less). While the next block comes in, this one is swept in pieces
-of [R, `LANES`]: once for top and best; 32 times for the k-th greatest, if any of its rows uses
-top-k; once to keep the weights in VMEM and 32 times over them, if any uses top-p; once for the
-total. A search sets one bit of the threshold a sweep, from the highest
-(`jspec.sampling.truncate`), so no row is sorted.
+(⌈B·N/8⌉,), parallel; a block is 8 rows, [8, V], which are whole tiles (or B·N, if that is less).
+While the next block comes in, this one is swept in pieces of [8, `LANES`]: once for top and best;
+32 times for the k-th greatest, if any of its rows uses top-k; once to keep the weights in VMEM and
+32 times over them, if any uses top-p; once for the total. A search sets one bit of the threshold a
+sweep, from the highest (`jspec.sampling.truncate`), so no row is sorted.
 
 HBM: B · N · V logits, and 16 bytes a row out. VMEM: two blocks and one of weights. Without
 top-k and top-p reading is the limit, with them the sweeps are (estimated at 0.1 ms a block
@@ -52,7 +51,7 @@ def summarise(policy: Policy, x: Float[Array, "B N V"], *, interpret: Any = Fals
     batch, nodes, vocab = x.shape
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise JspecError(f"logits are {x.dtype}; the kernel takes float32 and bfloat16")
-    rows = min(batch * nodes, 8 if x.dtype == jnp.float32 else 16)
+    rows = min(batch * nodes, 8)
     needed = rows * vocab * (2 * x.dtype.itemsize + 4)
     if needed > VMEM:
         raise JspecError(

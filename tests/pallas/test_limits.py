@@ -54,9 +54,9 @@ def test_the_fused_verifier_moves_little_more_than_the_logits(batch, drawn):
         assert moved.total > least * 1.1  # a draft was refused, and its law read
 
 
-@pytest.mark.parametrize(("dtype", "nodes", "limit"), [(jnp.float32, 5, 1.3), (jnp.bfloat16, 6, 1.35)])
+@pytest.mark.parametrize(("dtype", "nodes"), [(jnp.float32, 5), (jnp.bfloat16, 7)])
 @pytest.mark.parametrize("child", [-1, 3])
-def test_the_two_passes_of_fused_verification(child, dtype, nodes, limit):
+def test_the_two_passes_of_fused_verification(child, dtype, nodes):
     """The same at the real vocabulary: the first reads each logit once, the second one row a sequence.
 
     In bfloat16 two rows, which share words: 1 + 2 / N of the logits by both.
@@ -71,7 +71,7 @@ def test_the_two_passes_of_fused_verification(child, dtype, nodes, limit):
     end = laws.End(2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], child * ones, 0.0 * ones)
     second = traffic.count(race_tpu.race, settings, x, summary, end, x)
     assert row <= second.read <= 1.01 * row * (2 if child >= 0 else 1)
-    assert first.total + second.total <= limit * logits * (2 if child >= 0 else 1)
+    assert first.total + second.total <= 1.3 * logits * (2 if child >= 0 else 1)
 
 
 @pytest.mark.slow
