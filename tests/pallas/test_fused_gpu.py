@@ -75,7 +75,8 @@ def test_summaries(vocab, nodes, dtype, span):
     check_summary(policy, x, kernel(policy, x), law.summarise_ref(policy, x))
 
 
-@pytest.mark.parametrize("flat", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flat", [True, False])
 def test_how_often_a_row_is_read(flat):
     """Once, whatever the settings, but where more logits matter than the lanes keep."""
     policy, shape = cases.settings(4097), (cases.BATCH, 1, 4097)

@@ -1,0 +1,237 @@
+"""The law of rows of logits, inside a kernel that sees them piece by piece and once.
+
+A piece has one logit for each *lane* of a row. A lane keeps, in registers, the sum of exp
+relative to its greatest logit so far, that logit's first id and, where a row uses top-k,
+top-p or min-p, its ``keep`` greatest logits. The thresholds of `jspec.sampling.truncate` are
+found among those, from the highest bit down, `BITS` of them a step. Above the *horizon*, the
+greatest of the lanes' last kept logits, no logit is missing there. A step that has to know of
+those below it, as in a nucleus of more than a thousand ids, sweeps the rows again. So every
+row gets its cut, top-k's exactly, top-p's up to the rounding of sums, and a row like a model's
+is seen once.
+
+A *number* is what a kernel has of each of its rows: a scalar where it takes one, a column
+where it takes several. Float logits are compared as integers in the same order, *places*.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jspec.sampling.policy import Policy
+
+BITS = 2
+"""Of a threshold, found in one step."""
+
+LOWEST = -(1 << 31)
+
+
+class Limits(NamedTuple):
+    """Settings as numbers, without effect where temperature is 0."""
+
+    scale: Float[Array, "*B"]
+    top_k: Int[Array, "*B"]  # 0: off
+    top_p: Float[Array, "*B"]
+    low: Float[Array, "*B"]  # the least logit after the temperature, relative to the greatest
+
+
+class Rows(NamedTuple):
+    """What a chip's kernel gives: its rows, and how their lanes become numbers."""
+
+    vocab: int
+    bits: int  # of a logit
+    shape: tuple[int, ...]  # of a piece, a vector
+    fold: Callable[[Callable[..., Any], Any], Any]  # visit(logits, ids, state) over all pieces, from a state
+    total: Callable[..., list[Array]]  # vectors -> the sum of each
+    highest: Callable[[Array], Array]
+    lowest: Callable[[Array], Array]
+    any: Callable[[Array], Array]  # whether a flag is set in any row
+    single: Callable[[Callable[[Array], Array], Array], Array]  # apply `place` or `unplace` to a number
+
+
+class Seen(NamedTuple):
+    """What the first sweep has told of the rows, as numbers, and what the lanes kept."""
+
+    top: Float[Array, "*n"]
+    total: Float[Array, "*n"]  # of exp, relative to top
+    best: Int[Array, "*n"]
+    kept: Sequence[Float[Array, "*v"]]  # in order
+
+
+Law = tuple[Array, Array, Array, Array, Array]
+"""top, cut, log_total, best of `jspec.pallas.law.Summary`, and the number of sweeps."""
+
+
+def limits(policy: Policy, vocab: int) -> Limits:
+    """The settings of each sequence."""
+    warm = policy.temperature > 0
+    return Limits(
+        scale=jnp.where(warm, jnp.clip(policy.temperature, 1e-30, 1e30), 1.0),
+        top_k=jnp.where(warm, jnp.minimum(policy.top_k, vocab), 0),
+        top_p=jnp.where(warm, policy.top_p, 1.0),
+        low=jnp.where(warm, jnp.log(policy.min_p), -jnp.inf),
+    )
+
+
+def clean(x: Array) -> Float[Array, "*v"]:
+    """Logits as the search takes them: a NaN is an error as +inf is."""
+    x = x.astype(jnp.float32)
+    return jnp.where(x != x, jnp.inf, x)
+
+
+def law(rows: Rows, own: Limits, cuts: Array, keep: int) -> Law:
+    """The law of each row; ``cuts``: whether it needs more than its greatest logit and total."""
+
+    def whole() -> Law:
+        seen = _first(rows, own, 1)
+        return seen.top, _same(seen.top, jnp.float32(-jnp.inf)), jnp.log(seen.total), seen.best, jnp.int32(1)
+
+    def truncated() -> Law:
+        seen = _first(rows, own, keep)
+        cut, total, sweeps = _cut(rows, own, seen)
+        return seen.top, cut, jnp.log(total) + 0 * seen.top, seen.best, 1 + sweeps
+
+    return lax.cond(rows.any(cuts), truncated, whole)
+
+
+def _first(rows: Rows, own: Limits, keep: int) -> Seen:
+    """The first sweep."""
+
+    def step(values: Array, ids: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept, total, first = state
+        greater = values > kept[0]
+        ratio = jnp.where(values > -jnp.inf, jnp.exp(-jnp.abs(values - kept[0]) / own.scale), 0.0)
+        total = jnp.where(greater, total * ratio + 1.0, total + ratio)
+        first = jnp.where(greater, ids, first)
+        in_order = []
+        for one in kept:
+            in_order.append(jnp.maximum(one, values))
+            values = jnp.minimum(one, values)
+        return tuple(in_order), total, first
+
+    nothing = jnp.full(rows.shape, -jnp.inf, jnp.float32)
+    start = (nothing,) * keep, jnp.zeros(rows.shape, jnp.float32), jnp.zeros(rows.shape, jnp.int32)
+    kept, total, first = rows.fold(step, start)
+    top = rows.highest(kept[0])
+    best = rows.lowest(jnp.where(kept[0] == top, first, rows.vocab))
+    good = (top > -jnp.inf) & (top < jnp.inf)
+    top = jnp.where(good, top, jnp.nan)
+    share = jnp.where(kept[0] > -jnp.inf, total * jnp.exp((kept[0] - top) / own.scale), 0.0)
+    (whole,) = rows.total(share)
+    return Seen(top, whole + 0 * top, jnp.where(good, best, 0), kept)
+
+
+class Weighed(NamedTuple):
+    """What logits weigh, entry by entry, and what those weigh that were kept."""
+
+    weight: Callable[[Array], Array]
+    places: Sequence[Int[Array, "*v"]]
+    kept: Sequence[Float[Array, "*v"]]
+
+
+def _cut(rows: Rows, own: Limits, seen: Seen) -> tuple[Array, Array, Array]:
+    """The least logit that top-k and top-p keep, what is left after min-p, and further sweeps."""
+    horizon, places = rows.highest(seen.kept[-1]), [place(x) for x in seen.kept]
+    edge, none = rows.single(place, horizon), jnp.float32(-jnp.inf)
+
+    def weighed(weight: Callable[[Array], Array]) -> Weighed:
+        # From the places, so that logits and places do not fill the registers together.
+        return Weighed(weight, places, [weight(unplace(at)) for at in places])
+
+    def weigh(x: Array, cut: Array, low: Array) -> Array:
+        scaled = (x - seen.top) / own.scale
+        return jnp.where((x >= cut) & (scaled >= low), jnp.exp(scaled), 0.0)
+
+    def mass(by: Weighed, missing: Array) -> tuple[Array, Array]:
+        everything = _same(seen.top, jnp.int32(LOWEST)), missing
+        (found,), swept = _above(rows, by, [everything], _same(seen.top, jnp.float32(jnp.inf)))
+        return found, swept
+
+    # A loop, so that there is one search to compile: first by number, then by mass.
+    def search(by_mass: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        cut, sweeps = state
+        used = jnp.where(by_mass == 1, own.top_p < 1, own.top_k > 0)
+
+        def weight(x: Array) -> Array:
+            return jnp.where(jnp.full(x.shape, by_mass) == 1, weigh(x, cut, none), 1.0)
+
+        def find() -> tuple[Array, Array]:
+            by = weighed(weight)
+            left, swept = mass(by, used & (by_mass == 1) & (cut > -jnp.inf) & (cut <= horizon))
+            part = own.top_p * jnp.where(cut > -jnp.inf, left, seen.total)
+            part = jnp.maximum(part, jnp.finfo(jnp.float32).tiny)
+            need = jnp.where(by_mass == 1, part, own.top_k.astype(jnp.float32))
+            found, again = _threshold(rows, by, edge, used, need)
+            new = rows.single(unplace, found)  # NaN: rounding found none
+            return jnp.where(used & (new > cut), new, cut), sweeps + swept + again
+
+        return lax.cond(rows.any(used), find, lambda: state)
+
+    cut, sweeps = lax.fori_loop(0, 2, search, (_same(seen.top, none), jnp.int32(0)))
+    # min-p may take all that the lanes did not keep, where top-k and top-p do not
+    missing = (cut <= horizon) & ((horizon - seen.top) / own.scale >= own.low)
+    total, last = mass(weighed(functools.partial(weigh, cut=cut, low=own.low)), missing)
+    return cut, total, sweeps + last
+
+
+def _threshold(rows: Rows, by: Weighed, edge: Array, used: Array, need: Array) -> tuple[Array, Array]:
+    """The highest place at and above which lies what is needed; and the sweeps."""
+
+    def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        found, sweeps = state
+        shift = 32 - BITS - BITS * i
+        places = [found + (jnp.int32(j) << shift) for j in range(1, 1 << BITS)]
+        amounts, swept = _above(rows, by, [(at, used & (at <= edge)) for at in places], need)
+        passed = functools.reduce(jnp.add, [(amount >= need).astype(jnp.int32) for amount in amounts])
+        return found + (passed << shift), sweeps + swept
+
+    start = _same(edge, jnp.int32(LOWEST)), jnp.int32(0)
+    found, sweeps = lax.fori_loop(0, rows.bits // BITS, step, start)
+    unused = (1 << 32 - rows.bits) - 1  # bits that bfloat16 lacks, all ones below 0
+    return jnp.where(found < 0, found | unused, found), sweeps
+
+
+def _above(
+    rows: Rows, by: Weighed, limits: Sequence[tuple[Array, Array]], need: Array
+) -> tuple[list[Array], Array]:
+    """What lies at and above each place, as far as it matters whether that is what is needed.
+
+    The kept logits are enough, unless others are missing, as a limit's second part says, and
+    there is too little without them: then all rows are swept. Also whether they were, 0 or 1.
+    """
+
+    def over(places: Array, weight: Array) -> list[Array]:
+        return [jnp.where(places >= at, weight, 0.0) for at, _ in limits]
+
+    def visit(x: Array, ids: Array, sums: Sequence[Array]) -> list[Array]:
+        return list(map(jnp.add, sums, over(place(x), by.weight(x))))
+
+    def sweep() -> list[Array]:
+        return rows.total(*rows.fold(visit, [jnp.zeros(rows.shape, jnp.float32) for _ in limits]))
+
+    some = [over(places, weight) for places, weight in zip(by.places, by.kept, strict=True)]
+    known = rows.total(*(functools.reduce(jnp.add, parts) for parts in zip(*some, strict=True)))
+    unsure = [missing & (amount < need) for (_, missing), amount in zip(limits, known, strict=True)]
+    again = rows.any(functools.reduce(jnp.logical_or, unsure))
+    return lax.cond(again, sweep, lambda: known), again.astype(jnp.int32)
+
+
+def _same(number: Array, value: Array) -> Array:
+    """The same value as a number of each row."""
+    return jnp.broadcast_to(value, number.shape)
+
+
+def place(x: Float[Array, "*v"]) -> Int[Array, "*v"]:
+    """A float32's place among them in their order, as an int32."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(~LOWEST), bits)
+
+
+def unplace(place: Int[Array, "*v"]) -> Float[Array, "*v"]:
+    """The float32 at a place."""
+    return lax.bitcast_convert_type(jnp.where(place < 0, place ^ jnp.int32(~LOWEST), place), jnp.float32)

@@ -1,0 +1,94 @@
+"""The law of rows seen piece by piece: plain jnp, with few lanes that keep little, so that all is used."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jspec.pallas import law, thresholds
+from tests.pallas import verify_cases as cases
+from tests.pallas.test_fused_gpu import check_summary, hard
+
+
+@functools.partial(jax.jit, static_argnames=("lanes", "keep"))
+def laws(policy, x, *, lanes: int, keep: int) -> tuple[law.Summary, jax.Array]:
+    """What a kernel would give whose pieces have so many ids, and its number of sweeps."""
+    batch, nodes, vocab = x.shape
+    pieces = jnp.pad(x, [(0, 0), (0, 0), (0, -vocab % lanes)], constant_values=-jnp.inf)
+    pieces = thresholds.clean(pieces).reshape(batch * nodes, -1, lanes).swapaxes(0, 1)
+
+    def fold(visit, start):
+        def piece(i, state):
+            ids = lax.broadcasted_iota(jnp.int32, pieces.shape[1:], 1) + i * lanes
+            return visit(pieces[i], ids, state)
+
+        return lax.fori_loop(0, len(pieces), piece, start)
+
+    rows = thresholds.Rows(
+        vocab=vocab,
+        bits=8 * x.dtype.itemsize,
+        shape=pieces.shape[1:],
+        fold=fold,
+        total=lambda *vectors: [jnp.sum(vector, axis=1, keepdims=True) for vector in vectors],
+        highest=lambda vector: jnp.max(vector, axis=1, keepdims=True),
+        lowest=lambda vector: jnp.min(vector, axis=1, keepdims=True),
+        any=jnp.any,
+        single=lambda convert, number: convert(number),
+    )
+    own = thresholds.limits(policy, vocab)
+    own = thresholds.Limits(*(jnp.repeat(part, nodes)[:, None] for part in own))
+    cuts = (own.top_k > 0) | (own.top_p < 1) | (own.low > -jnp.inf)
+    *summary, sweeps = thresholds.law(rows, own, cuts, keep)
+    return law.Summary(*(part.reshape(batch, nodes) for part in summary)), sweeps
+
+
+SHAPES = [(vocab, lanes, keep) for vocab in (1, 5, 300, 1000) for lanes, keep in ((8, 1), (8, 3), (128, 4))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("vocab", "lanes", "keep"), SHAPES)
+def test_laws(vocab, lanes, keep, dtype):
+    policy, x = cases.settings(vocab), hard(vocab, 3, vocab, dtype)
+    summary, sweeps = laws(policy, x, lanes=lanes, keep=keep)
+    check_summary(policy, x, summary, law.summarise_ref(policy, x))
+    assert sweeps > 1 or vocab < 300 or lanes == 128
+
+
+@pytest.mark.parametrize(
+    "setting", [dict(top_k=9), dict(top_p=0.9), dict(top_k=200, top_p=0.5), dict(min_p=0.3)]
+)
+@pytest.mark.parametrize("few", [True, False])
+def test_sweeps(setting, few):
+    """One, but where what is kept of the row is more than what the lanes keep."""
+    draw = np.random.default_rng(0)
+    spread = -4 if few else -0.01
+    x = spread * np.log(1 + np.stack([draw.permutation(1000) for _ in range(cases.BATCH)]))
+    policy = cases.settings(1000)._replace(
+        temperature=jnp.ones(cases.BATCH), top_k=jnp.zeros(cases.BATCH, int)
+    )
+    policy = policy._replace(top_p=jnp.ones(cases.BATCH), min_p=jnp.zeros(cases.BATCH))
+    policy = policy._replace(**{name: jnp.full(cases.BATCH, value) for name, value in setting.items()})
+    x = jnp.asarray(x[:, None], jnp.float32)
+    summary, sweeps = laws(policy, x, lanes=128, keep=4)
+    check_summary(policy, x, summary, law.summarise_ref(policy, x))
+    narrow = setting == dict(top_k=9) or (few and "top_k" not in setting)
+    assert (sweeps == 1) == narrow
+
+
+def test_without_the_horizon_the_laws_are_wrong(monkeypatch):
+    """The mutant takes what lanes kept for all there is."""
+    above = thresholds._above
+
+    def blind(rows, by, limits, need):
+        return above(rows, by, [(at, missing & False) for at, missing in limits], need)
+
+    policy, x = cases.settings(1000), hard(1000, 3, 1000, "float32")
+    monkeypatch.setattr(thresholds, "_above", blind)
+    summary, _ = laws.__wrapped__(policy, x, lanes=8, keep=3)
+    with pytest.raises(AssertionError):
+        check_summary(policy, x, summary, law.summarise_ref(policy, x))
