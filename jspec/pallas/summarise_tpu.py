@@ -35,7 +35,7 @@ LANES = 512
 """Ids of one piece of a sweep, lanes of a row."""
 
 KEPT = 8
-"""Logits that a lane keeps. Of 600 ids eight share one of 512 lanes in one row of 25, of 50 hardly ever."""
+"""Logits that a lane keeps. Of 600 ids eight share one of 512 lanes in one row of 23, of 50 hardly ever."""
 
 VMEM = 100 * 2**20
 """Bytes that blocks may take; a v5e has 128 MiB."""

@@ -17,6 +17,8 @@ sees them all, so a kernel passes all of them.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jspec.pallas import compat
+from jspec.pallas import compat, summarise_gpu
+from jspec.sampling import policy as settings
 
 X = jnp.arange(32 * 128, dtype=jnp.float32).reshape(32, 128)
 MINOR = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -203,6 +206,21 @@ def test_hopper_shared_memory_not_committed():
 
     assert not raced(kernel(True), X)
     assert raced(kernel(False), X)
+
+
+@pytest.mark.skipif(MINOR < (0, 12), reason="the interpreter of jax 0.10 hangs when it has found this race")
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_hopper_warpgroups_that_do_not_wait_for_each_other(skipped, monkeypatch):
+    """Before they read each other's numbers, or before they write the next ones."""
+    policy, meet, calls = settings.make(1, 300, top_k=3), summarise_gpu._meet, itertools.count()
+
+    def summarise(x):
+        return summarise_gpu.summarise(policy, x, interpret=compat.gpu_interpreter())
+
+    x = X.reshape(1, 1, -1)[..., :300]
+    assert not raced(summarise, x)
+    monkeypatch.setattr(summarise_gpu, "_meet", lambda met: next(calls) % 2 == skipped or meet(met))
+    assert raced(lambda x: summarise(x), x)
 
 
 def test_hopper_numbers():
