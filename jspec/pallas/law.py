@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jspec.sampling import keys, truncate
 from jspec.sampling.policy import Policy
 
-__all__ = ["End", "Summary", "law", "left", "race_ref", "summarise_ref"]
+__all__ = ["End", "Row", "Summary", "last_row", "law", "left", "of_row", "race_ref", "summarise_ref"]
 
 
 class Summary(NamedTuple):
@@ -41,6 +41,33 @@ class End(NamedTuple):
     refused: Int[Array, "B M"]  # ids refused as point masses; -1: none
     child: Int[Array, "B"]  # the row of logq whose draft was refused; -1: none
     log_reach: Float[Array, "B"]  # the weights are max(reach * p - q, 0); of the token rule 0
+
+
+class Row(NamedTuple):
+    """The row that a sequence draws from in the end, as the second pass has it."""
+
+    best: Int[Array, "B"]  # where all mass is; -1: at a temperature above 0
+    scale: Float[Array, "B"]
+    low: Float[Array, "B"]  # least logit after the temperature, relative to top
+    top: Float[Array, "B"]
+    cut: Float[Array, "B"]
+    log_total: Float[Array, "B"]
+    log_reach: Float[Array, "B"]
+
+
+def last_row(policy: Policy, summary: Summary, end: End) -> Row:
+    """What of a summary the second pass needs."""
+    sequence, warm = jnp.arange(end.node.shape[0]), policy.temperature > 0
+    top, cut, log_total, best = (part[sequence, end.node] for part in summary)
+    return Row(
+        best=jnp.where(warm, -1, best),
+        scale=jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 1.0),
+        low=jnp.log(policy.min_p),
+        top=top,
+        cut=cut,
+        log_total=log_total,
+        log_reach=end.log_reach,
+    )
 
 
 def summarise_ref(policy: Policy, x: Float[Array, "B N V"]) -> Summary:
@@ -70,6 +97,16 @@ def law(
     warm = truncate.kept(policy, x.astype(jnp.float32), top, cut, log_total)
     cold = jnp.where(ids == best, 0.0, -jnp.inf) + 0 * top  # NaN stays
     return jnp.where(truncate.each(policy.temperature > 0), warm, cold)
+
+
+def of_row(
+    x: Float[Array, "*v"], ids: Int[Array, "*v"], row: Row, best: Int[Array, "..."]
+) -> Float[Array, "*v"]:
+    """The same of some ids of one row, inside a kernel; ``best`` is the row's, as wide as a chip wants it."""
+    scaled = (x - row.top) / row.scale
+    warm = jnp.where((x < row.cut) | (scaled < row.low), -jnp.inf, scaled) - row.log_total
+    cold = jnp.where(ids == best, 0.0, -jnp.inf) + 0 * row.top  # NaN stays
+    return jnp.where(best < 0, warm, cold)
 
 
 def race_ref(

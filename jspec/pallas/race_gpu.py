@@ -15,32 +15,19 @@ ties. Static: the shapes, the dtypes and ``span``; traced: everything else.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from jspec.pallas import compat, threefry
-from jspec.pallas.law import End, Summary
+from jspec.pallas import law as laws
+from jspec.pallas.law import End, Row, Summary
 from jspec.pallas.rows_gpu import check, slices, widen, window
 from jspec.sampling.policy import Policy
-
-
-class Row(NamedTuple):
-    """What the kernel needs of each sequence, beside logits, key and refused ids."""
-
-    node: Int[Array, "B"]
-    child: Int[Array, "B"]  # -1: none
-    best: Int[Array, "B"]  # where all mass is; -1: at a temperature above 0
-    scale: Float[Array, "B"]
-    low: Float[Array, "B"]  # least logit after the temperature, relative to top
-    top: Float[Array, "B"]
-    cut: Float[Array, "B"]
-    log_total: Float[Array, "B"]
-    log_reach: Float[Array, "B"]
 
 
 def race(
@@ -59,45 +46,22 @@ def race(
         JspecError: logits or ``logq`` that are neither float32 nor bfloat16, or 2**24 ids or more.
     """
     check(x, "logits")
-    sequence, vocab = jnp.arange(x.shape[0]), x.shape[-1]
-    top, cut, log_total, best = (part[sequence, end.node] for part in summary)
-    warm = policy.temperature > 0
-    row = Row(
-        node=end.node,
-        child=end.child,
-        best=jnp.where(warm, -1, best),
-        scale=jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 1.0),
-        low=jnp.log(policy.min_p),
-        top=top,
-        cut=cut,
-        log_total=log_total,
-        log_reach=end.log_reach,
-    )
+    vocab, row = x.shape[-1], laws.last_row(policy, summary, end)
     if logq is not None:
         check(logq, "logq")
         logq = widen(logq)
-    score, ids = _sweep(row, widen(x), end.key, end.refused, logq, vocab, span, interpret)
+    score, ids = _sweep(row, widen(x), end, logq, vocab, span, interpret)
     winner = jnp.argmax(score, axis=-1)  # the first slice of the best: the lowest id
     left, any_left = (jnp.take_along_axis(part, winner[..., None], axis=-1)[..., 0] for part in (ids, score))
     token = jnp.where(any_left[:, 0] > -jnp.inf, left[:, 0], left[:, 1])
-    own = x[sequence, end.node, token].astype(jnp.float32)
-    return token, _law(row, own, token)
-
-
-def _law(row: Row, x: Array, ids: Array) -> Array:
-    """log p of ids of one row with these logits; ``row`` holds single values or as many."""
-    scaled = (x - row.top) / row.scale
-    warm = jnp.where((x < row.cut) | (scaled < row.low), -jnp.inf, scaled) - row.log_total
-    best = jnp.broadcast_to(row.best, ids.shape)
-    cold = jnp.where(ids == best, 0.0, -jnp.inf) + 0 * row.top  # NaN stays
-    return jnp.where(best < 0, warm, cold)
+    own = x[jnp.arange(x.shape[0]), end.node, token].astype(jnp.float32)
+    return token, laws.of_row(own, token, row, row.best)
 
 
 def _sweep(
     row: Row,
     x: Float[Array, "B N W"],
-    key: UInt32[Array, "B 2"],
-    refused: Int[Array, "B M"],
+    end: End,
     logq: Float[Array, "B N W"] | None,
     vocab: int,
     span: int,
@@ -107,14 +71,15 @@ def _sweep(
     batch, _, width = x.shape
     span = min(slices(x, span), span if logq is None else slices(logq, span))
 
-    def body(x, key, refused, *refs):
+    def body(x, key, refused, node, child, *refs):
         *fields, score, best = refs
         logq = fields.pop() if drawn else None
         part, sequence = lax.axis_index("slice"), lax.axis_index("row")
         of = Row(*(field[sequence] for field in fields))
         start, ids, _ = window(width, span, part)
         at = pl.ds(start, span)
-        logp = _law(of, x[sequence, of.node, at].astype(jnp.float32), ids)
+        best_id = jnp.full(ids.shape, of.best)
+        logp = laws.of_row(x[sequence, node[sequence], at].astype(jnp.float32), ids, of, best_id)
 
         def without_refused() -> Array:
             def one(i: Array, weights: Array) -> Array:
@@ -124,10 +89,10 @@ def _sweep(
 
         def excess() -> Array:
             assert logq is not None
-            q = jnp.exp(logq[sequence, of.child, at].astype(jnp.float32))
+            q = jnp.exp(logq[sequence, child[sequence], at].astype(jnp.float32))
             return jnp.log(jnp.maximum(jnp.exp(logp + of.log_reach) - q, 0.0))
 
-        weights = lax.cond(of.child < 0, without_refused, excess) if drawn else without_refused()
+        weights = lax.cond(child[sequence] < 0, without_refused, excess) if drawn else without_refused()
         noise = threefry.gumbel(key[sequence, 0], key[sequence, 1], ids, vocab)
         for i, law in enumerate((weights, logp)):
             total = law + noise
@@ -144,4 +109,4 @@ def _sweep(
         grid=(shape[2], batch),
         grid_names=("slice", "row"),
         interpret=interpret,
-    )(x, key, refused, *row, *((logq,) if drawn else ()))
+    )(x, end.key, end.refused, end.node, end.child, *row, *((logq,) if drawn else ()))

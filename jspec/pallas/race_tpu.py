@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.errors import JspecError
 from jspec.pallas import compat, threefry
+from jspec.pallas import law as laws
 from jspec.pallas.law import End, Summary
 from jspec.sampling.policy import Policy
 
@@ -54,13 +55,10 @@ def race(
     for rows in given:
         if rows.dtype not in (jnp.float32, jnp.bfloat16):
             raise JspecError(f"rows are {rows.dtype}; the kernel takes float32 and bfloat16")
-    row = jnp.arange(batch)
-    top, cut, log_total, best = (part[row, end.node] for part in summary)
-    warm = policy.temperature > 0
-    temperature = jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 0.0)
-    numbers = jnp.stack([temperature, jnp.log(policy.min_p), top, cut, log_total, end.log_reach])
-    child = jnp.where(end.child < 0, -1, row * nodes + end.child)
-    places = jnp.stack([row * nodes + end.node, child, best])
+    row = laws.last_row(policy, summary, end)
+    first = nodes * jnp.arange(batch)
+    child = jnp.where(end.child < 0, -1, first + end.child)
+    places, numbers = jnp.stack([first + end.node, child, row.best]), jnp.stack(row[1:])
     width = pl.cdiv(pl.cdiv(vocab, 8), 128) * 128
     token, logp = pl.pallas_call(
         functools.partial(_body, vocab=vocab, width=width, drawn=logq is not None),
@@ -75,7 +73,13 @@ def race(
         compiler_params=compat.tpu_params("parallel", vmem_limit_bytes=VMEM),
         interpret=interpret,
         name="race",
-    )(places.astype(jnp.int32), numbers.astype(jnp.float32), end.key, end.refused.astype(jnp.int32), *given)
+    )(
+        places.astype(jnp.int32),
+        numbers.astype(jnp.float32),
+        end.key,
+        end.refused.astype(jnp.int32),
+        *given,
+    )
     return token[:, 0, 0], logp[:, 0, 0]
 
 
@@ -168,23 +172,13 @@ def _read(row_ref, node, columns):
     return jax.lax.bitcast_convert_type(own, jnp.float32)
 
 
-def _law(piece, token, best, numbers):
-    """log p of a piece's ids."""
-    temperature, log_min_p, top, cut, log_total = numbers
-    warm = temperature > 0
-    scaled = (piece - top) / jnp.where(warm, temperature, 1.0)
-    out = (piece < cut) | (scaled < log_min_p)
-    law = jnp.where(out, -jnp.inf, scaled) - log_total
-    return jnp.where(warm, law, jnp.where(token == best, 0.0, -jnp.inf))
-
-
 def _body(places_ref, numbers_ref, key_ref, refused_ref, *refs, vocab, width, drawn):
     count = 1 + drawn
     rows_refs, (token_ref, logp_ref), scratch = refs[:count], refs[count : count + 2], refs[count + 2 :]
     *row_refs, semaphore = scratch
     b = pl.program_id(0)
     node, child, best = (places_ref[i, b] for i in range(3))
-    *numbers, log_reach = (numbers_ref[i, b] for i in range(6))
+    row = laws.Row(best, *(numbers_ref[i, b] for i in range(6)))
     _load(rows_refs[0], node, row_refs[0], semaphore, vocab)
     if drawn:
         pl.when(child >= 0)(lambda: _load(rows_refs[1], child, row_refs[1], semaphore, vocab))
@@ -195,12 +189,14 @@ def _body(places_ref, numbers_ref, key_ref, refused_ref, *refs, vocab, width, dr
         piece = _read(row_refs[0], node, columns)
         lane, sublane = (jax.lax.broadcasted_iota(jnp.int32, piece.shape, axis) for axis in (1, 0))
         token = sublane * width + first + lane
-        logp = _law(piece, token, best, numbers)
+        logp = laws.of_row(piece, token, row, best)
         weights = logp
         for m in range(refused_ref.shape[1]):
             weights = jnp.where(token == refused_ref[b, m], -jnp.inf, weights)
         if drawn:
-            excess = jnp.maximum(jnp.exp(logp + log_reach) - jnp.exp(_read(row_refs[1], child, columns)), 0.0)
+            excess = jnp.maximum(
+                jnp.exp(logp + row.log_reach) - jnp.exp(_read(row_refs[1], child, columns)), 0.0
+            )
             weights = jnp.where(child >= 0, jnp.log(excess), weights)
         noise = threefry.gumbel(*key, token, vocab)
         return tuple(

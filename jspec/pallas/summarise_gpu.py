@@ -12,8 +12,7 @@ lanes kept, which are swept again, from the L2 cache (50 MB) while the logits fi
 many sweeps each row took.
 
 What limits it: some 30 operations a logit on the row's own multiprocessor, and reading.
-Static: the shape, the dtype, ``span``
-and ``groups``; traced: the logits and all settings.
+Static: the shape, the dtype, ``span`` and ``groups``; traced: the logits and all settings.
 """
 
 from __future__ import annotations
@@ -58,57 +57,13 @@ def reads(
     groups = groups or (2 if interpret else GROUPS)  # simulated ones need a processor each
     check(x, "logits")
     vocab, x = x.shape[-1], widen(x)
-    span, (batch, nodes, width) = slices(x, span), x.shape
+    span, (batch, nodes, _) = slices(x, span), x.shape
     limits = thresholds.limits(policy, vocab)
     cuts = (limits.top_k > 0) | (limits.top_p < 1) | (limits.low > -jnp.inf)
 
-    def body(x, scale, top_k, top_p, low, cuts, *refs):
-        *outs, shared, met = refs
-        node, row, group = (lax.axis_index(name) for name in ("node", "row", "group"))
-
-        def join(operation: Callable[[Array, Array], Array], *values: Array) -> list[Array]:
-            for i, value in enumerate(values):
-                shared[i, group] = value
-            _meet(met)
-            joined = [
-                functools.reduce(operation, [shared[i, g] for g in range(groups)]) for i in range(len(values))
-            ]
-            _meet(met)  # before the next numbers come
-            return joined
-
-        def fold(visit: Callable[..., Any], start: Any) -> Any:
-            def piece(i: Array, state: Any) -> Any:
-                first, ids, own = window(width, span, group + i * groups)
-                values = thresholds.clean(x[row, node, pl.ds(first, span)])
-                return visit(jnp.where(own, values, -jnp.inf), ids, state)
-
-            return lax.fori_loop(0, (pl.cdiv(width, span) - group + groups - 1) // groups, piece, start)
-
-        def lowest(ids: Array) -> Array:
-            return join(jnp.minimum, jnp.min(ids).astype(jnp.float32))[0].astype(jnp.int32)
-
-        rows = Rows(
-            vocab=vocab,
-            bits=8 * x.dtype.itemsize,
-            shape=(span,),
-            fold=fold,
-            total=lambda *vectors: join(jnp.add, *map(jnp.sum, vectors)),
-            highest=lambda vector: join(jnp.maximum, jnp.max(vector))[0],
-            lowest=lowest,
-            any=lambda flag: flag,
-            single=_single,
-        )
-        own = Limits(scale[row], top_k[row], top_p[row], low[row])
-        law = thresholds.law(rows, own, cuts[row] == 1, KEPT)
-
-        @pl.when(group == 0)
-        def _():
-            for out, value in zip(outs, law, strict=True):
-                out[row, node] = value
-
     dtypes = jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.int32
     *summary, count = compat.gpu_kernel(
-        body,
+        functools.partial(_body, vocab=vocab, span=span),
         out_type=tuple(jax.ShapeDtypeStruct((batch, nodes), dtype) for dtype in dtypes),
         grid=(nodes, batch),
         grid_names=("node", "row"),
@@ -121,6 +76,53 @@ def reads(
         interpret=interpret,
     )(x, *limits, cuts.astype(jnp.int32))
     return Summary(*summary), count
+
+
+def _body(x, scale, top_k, top_p, low, cuts, *refs, vocab, span):
+    *outs, shared, met = refs
+    node, row = lax.axis_index("node"), lax.axis_index("row")
+    rows = _rows(x.at[row, node], shared, met, vocab, span)
+    law = thresholds.law(rows, Limits(scale[row], top_k[row], top_p[row], low[row]), cuts[row] == 1, KEPT)
+
+    @pl.when(lax.axis_index("group") == 0)
+    def _():
+        for out, value in zip(outs, law, strict=True):
+            out[row, node] = value
+
+
+def _rows(x: Any, shared: Any, met: Any, vocab: int, span: int) -> Rows:
+    """One row, as one of its warpgroups has it; their numbers meet in shared memory."""
+    group, groups, (width,) = lax.axis_index("group"), shared.shape[1], x.shape
+
+    def fold(visit: Callable[..., Any], start: Any) -> Any:
+        def piece(i: Array, state: Any) -> Any:
+            first, ids, own = window(width, span, group + i * groups)
+            values = thresholds.clean(x[pl.ds(first, span)])
+            return visit(jnp.where(own, values, -jnp.inf), ids, state)
+
+        return lax.fori_loop(0, (pl.cdiv(width, span) - group + groups - 1) // groups, piece, start)
+
+    def join(operation: Callable[[Array, Array], Array], *values: Array) -> list[Array]:
+        for i, value in enumerate(values):
+            shared[i, group] = value
+        _meet(met)
+        joined = [
+            functools.reduce(operation, [shared[i, g] for g in range(groups)]) for i in range(len(values))
+        ]
+        _meet(met)  # before the next numbers come
+        return joined
+
+    return Rows(
+        vocab=vocab,
+        bits=8 * x.dtype.itemsize,
+        shape=(span,),
+        fold=fold,
+        total=lambda *vectors: join(jnp.add, *map(jnp.sum, vectors)),
+        highest=lambda vector: join(jnp.maximum, jnp.max(vector))[0],
+        lowest=lambda ids: join(jnp.minimum, jnp.min(ids).astype(jnp.float32))[0].astype(jnp.int32),
+        any=lambda flag: flag,
+        single=_single,
+    )
 
 
 def _meet(met: Any) -> None:

@@ -57,11 +57,15 @@ def summarise(policy: Policy, x: Float[Array, "B N V"], *, interpret: Any = Fals
             f"a block of {rows} rows of {vocab} logits takes {needed >> 20} MiB of VMEM, "
             f"more than {VMEM >> 20}"
         )
+    blocks = pl.cdiv(batch * nodes, rows)
     each = jnp.stack([part.astype(jnp.float32) for part in thresholds.limits(policy, vocab)], axis=1)
+    # Whatever lies behind the last row asks for nothing.
+    none = jnp.broadcast_to(jnp.array([1, 0, 1, -jnp.inf], jnp.float32), (blocks * rows - batch * nodes, 4))
+    settings = jnp.concatenate([jnp.repeat(each, nodes, axis=0), none])
     place = pl.BlockSpec((rows, 1), lambda i: (i, 0))
     result = pl.pallas_call(
         functools.partial(_body, vocab=vocab),
-        grid=(pl.cdiv(batch * nodes, rows),),
+        grid=(blocks,),
         in_specs=[
             pl.BlockSpec((rows, len(Limits._fields)), lambda i: (i, 0)),
             pl.BlockSpec((rows, vocab), lambda i: (i, 0)),
@@ -71,10 +75,10 @@ def summarise(policy: Policy, x: Float[Array, "B N V"], *, interpret: Any = Fals
             jax.ShapeDtypeStruct((batch * nodes, 1), dtype) for dtype in [jnp.float32] * 3 + [jnp.int32]
         ],
         scratch_shapes=[pltpu.VMEM((rows, LANES), jnp.float32)],
-        compiler_params=compat.tpu_params("parallel", vmem_limit_bytes=VMEM + 2**24),
+        compiler_params=compat.tpu_params("parallel", vmem_limit_bytes=needed + 2**24),
         interpret=interpret,
         name="summarise",
-    )(jnp.repeat(each, nodes, axis=0), x.reshape(batch * nodes, vocab))
+    )(settings, x.reshape(batch * nodes, vocab))
     return Summary(*(part.reshape(batch, nodes) for part in result))
 
 
