@@ -147,10 +147,14 @@ def _cut(rows: Rows, own: Limits, seen: Seen) -> tuple[Array, Array, Array]:
         scaled = (x - seen.top) / own.scale
         return jnp.where((x >= cut) & (scaled >= low), jnp.exp(scaled), 0.0)
 
-    def mass(by: Weighed, missing: Array) -> tuple[Array, Array]:
-        everything = _same(seen.top, jnp.int32(LOWEST)), missing
-        (found,), swept = _above(rows, by, [everything], _same(seen.top, jnp.float32(jnp.inf)))
-        return found, swept
+    def mass(cut: Array, low: Array, wanted: Array) -> tuple[Array, Array]:
+        """What is kept; sums of the first sweep if that is all, else of what lanes kept or of a sweep."""
+        everything = (cut == -jnp.inf) & (low == -jnp.inf)
+        missing = wanted & ~everything & (cut <= horizon) & ((horizon - seen.top) / own.scale >= low)
+        by = weighed(functools.partial(weigh, cut=cut, low=low))
+        limit, most = _same(seen.top, jnp.int32(LOWEST)), _same(seen.top, jnp.float32(jnp.inf))
+        (found,), swept = _above(rows, by, [(limit, missing)], most)
+        return jnp.where(everything, seen.total, found), swept
 
     # A loop, so that there is one search to compile: first by number, then by mass.
     def search(by_mass: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -161,21 +165,17 @@ def _cut(rows: Rows, own: Limits, seen: Seen) -> tuple[Array, Array, Array]:
             return jnp.where(jnp.full(x.shape, by_mass) == 1, weigh(x, cut, none), 1.0)
 
         def find() -> tuple[Array, Array]:
-            by = weighed(weight)
-            left, swept = mass(by, used & (by_mass == 1) & (cut > -jnp.inf) & (cut <= horizon))
-            part = own.top_p * jnp.where(cut > -jnp.inf, left, seen.total)
-            part = jnp.maximum(part, jnp.finfo(jnp.float32).tiny)
+            left, swept = mass(cut, _same(cut, none), used)
+            part = jnp.maximum(own.top_p * left, jnp.finfo(jnp.float32).tiny)
             need = jnp.where(by_mass == 1, part, own.top_k.astype(jnp.float32))
-            found, again = _threshold(rows, by, edge, used, need)
+            found, again = _threshold(rows, weighed(weight), edge, used, need)
             new = rows.single(unplace, found)  # NaN: rounding found none
             return jnp.where(used & (new > cut), new, cut), sweeps + swept + again
 
         return lax.cond(rows.any(used), find, lambda: state)
 
     cut, sweeps = lax.fori_loop(0, 2, search, (_same(seen.top, none), jnp.int32(0)))
-    # min-p may take all that the lanes did not keep, where top-k and top-p do not
-    missing = (cut <= horizon) & ((horizon - seen.top) / own.scale >= own.low)
-    total, last = mass(weighed(functools.partial(weigh, cut=cut, low=own.low)), missing)
+    total, last = mass(cut, own.low, _same(cut, jnp.bool_(True)))
     return cut, total, sweeps + last
 
 
