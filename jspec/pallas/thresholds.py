@@ -3,7 +3,7 @@
 A piece has one logit for each *lane* of a row. A lane keeps, in registers, the sum of exp
 relative to its greatest logit so far, that logit's first id and, where a row uses top-k,
 top-p or min-p, its ``keep`` greatest logits. The thresholds of `jspec.sampling.truncate` are
-found among those, from the highest bit down, `BITS` of them a step. Above the *horizon*, the
+found among those, from the highest bit down. Above the *horizon*, the
 greatest of the lanes' last kept logits, no logit is missing there. A step that has to know of
 those below it, as in a nucleus of more than a thousand ids, sweeps the rows again. So every
 row gets its cut, top-k's exactly, top-p's up to the rounding of sums, and a row like a model's
@@ -25,9 +25,6 @@ from jaxtyping import Array, Float, Int
 
 from jspec.sampling.policy import Policy
 
-BITS = 2
-"""Of a threshold, found in one step."""
-
 LOWEST = -(1 << 31)
 
 
@@ -47,7 +44,8 @@ class Rows(NamedTuple):
     bits: int  # of a logit
     shape: tuple[int, ...]  # of a piece, a vector
     fold: Callable[[Callable[..., Any], Any], Any]  # visit(logits, ids, state) over all pieces, from a state
-    total: Callable[..., list[Array]]  # vectors -> the sum of each
+    together: Callable[[Sequence[Array]], Array]  # vectors as one, in any order
+    total: Callable[[Array], Array]  # of a vector the sum, a number
     highest: Callable[[Array], Array]
     lowest: Callable[[Array], Array]
     any: Callable[[Array], Array]  # whether a flag is set in any row
@@ -122,26 +120,25 @@ def _first(rows: Rows, own: Limits, keep: int) -> Seen:
     good = (top > -jnp.inf) & (top < jnp.inf)
     top = jnp.where(good, top, jnp.nan)
     share = jnp.where(kept[0] > -jnp.inf, total * jnp.exp((kept[0] - top) / own.scale), 0.0)
-    (whole,) = rows.total(share)
-    return Seen(top, whole + 0 * top, jnp.where(good, best, 0), kept)
+    return Seen(top, rows.total(share) + 0 * top, jnp.where(good, best, 0), kept)
 
 
 class Weighed(NamedTuple):
-    """What logits weigh, entry by entry, and what those weigh that were kept."""
+    """What a logit weighs, and what those weigh that were kept."""
 
     weight: Callable[[Array], Array]
-    places: Sequence[Int[Array, "*v"]]
-    kept: Sequence[Float[Array, "*v"]]
+    places: Int[Array, "*v"]
+    kept: Float[Array, "*v"]
 
 
 def _cut(rows: Rows, own: Limits, seen: Seen) -> tuple[Array, Array, Array]:
     """The least logit that top-k and top-p keep, what is left after min-p, and further sweeps."""
-    horizon, places = rows.highest(seen.kept[-1]), [place(x) for x in seen.kept]
-    edge, none = rows.single(place, horizon), jnp.float32(-jnp.inf)
+    horizon, none = rows.highest(seen.kept[-1]), jnp.float32(-jnp.inf)
+    edge, places = rows.single(place, horizon), place(rows.together(seen.kept))
 
     def weighed(weight: Callable[[Array], Array]) -> Weighed:
         # From the places, so that logits and places do not fill the registers together.
-        return Weighed(weight, places, [weight(unplace(at)) for at in places])
+        return Weighed(weight, places, weight(unplace(places)))
 
     def weigh(x: Array, cut: Array, low: Array) -> Array:
         scaled = (x - seen.top) / own.scale
@@ -153,7 +150,7 @@ def _cut(rows: Rows, own: Limits, seen: Seen) -> tuple[Array, Array, Array]:
         missing = wanted & ~everything & (cut <= horizon) & ((horizon - seen.top) / own.scale >= low)
         by = weighed(functools.partial(weigh, cut=cut, low=low))
         limit, most = _same(seen.top, jnp.int32(LOWEST)), _same(seen.top, jnp.float32(jnp.inf))
-        (found,), swept = _above(rows, by, [(limit, missing)], most)
+        found, swept = _above(rows, by, limit, missing, most)
         return jnp.where(everything, seen.total, found), swept
 
     # A loop, so that there is one search to compile: first by number, then by mass.
@@ -184,40 +181,34 @@ def _threshold(rows: Rows, by: Weighed, edge: Array, used: Array, need: Array) -
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         found, sweeps = state
-        shift = 32 - BITS - BITS * i
-        places = [found + (jnp.int32(j) << shift) for j in range(1, 1 << BITS)]
-        amounts, swept = _above(rows, by, [(at, used & (at <= edge)) for at in places], need)
-        passed = functools.reduce(jnp.add, [(amount >= need).astype(jnp.int32) for amount in amounts])
-        return found + (passed << shift), sweeps + swept
+        higher = found + (jnp.int32(1) << (31 - i))
+        amount, swept = _above(rows, by, higher, used & (higher <= edge), need)
+        return jnp.where(amount >= need, higher, found), sweeps + swept
 
     start = _same(edge, jnp.int32(LOWEST)), jnp.int32(0)
-    found, sweeps = lax.fori_loop(0, rows.bits // BITS, step, start)
+    found, sweeps = lax.fori_loop(0, rows.bits, step, start)
     unused = (1 << 32 - rows.bits) - 1  # bits that bfloat16 lacks, all ones below 0
     return jnp.where(found < 0, found | unused, found), sweeps
 
 
-def _above(
-    rows: Rows, by: Weighed, limits: Sequence[tuple[Array, Array]], need: Array
-) -> tuple[list[Array], Array]:
-    """What lies at and above each place, as far as it matters whether that is what is needed.
+def _above(rows: Rows, by: Weighed, at: Array, missing: Array, need: Array) -> tuple[Array, Array]:
+    """What lies at and above a place, as far as it matters whether that is what is needed.
 
-    The kept logits are enough, unless others are missing, as a limit's second part says, and
-    there is too little without them: then all rows are swept. Also whether they were, 0 or 1.
+    The kept logits are enough, unless others are ``missing`` and there is too little without
+    them: then all rows are swept. Also whether they were, 0 or 1.
     """
 
-    def over(places: Array, weight: Array) -> list[Array]:
-        return [jnp.where(places >= at, weight, 0.0) for at, _ in limits]
+    def over(places: Array, weight: Array) -> Array:
+        return jnp.where(places >= at, weight, 0.0)
 
-    def visit(x: Array, ids: Array, sums: Sequence[Array]) -> list[Array]:
-        return list(map(jnp.add, sums, over(place(x), by.weight(x))))
+    def visit(x: Array, ids: Array, sum: Array) -> Array:
+        return sum + over(place(x), by.weight(x))
 
-    def sweep() -> list[Array]:
-        return rows.total(*rows.fold(visit, [jnp.zeros(rows.shape, jnp.float32) for _ in limits]))
+    def sweep() -> Array:
+        return rows.total(rows.fold(visit, jnp.zeros(rows.shape, jnp.float32)))
 
-    some = [over(places, weight) for places, weight in zip(by.places, by.kept, strict=True)]
-    known = rows.total(*(functools.reduce(jnp.add, parts) for parts in zip(*some, strict=True)))
-    unsure = [missing & (amount < need) for (_, missing), amount in zip(limits, known, strict=True)]
-    again = rows.any(functools.reduce(jnp.logical_or, unsure))
+    known = rows.total(over(by.places, by.kept))
+    again = rows.any(missing & (known < need))
     return lax.cond(again, sweep, lambda: known), again.astype(jnp.int32)
 
 

@@ -34,7 +34,8 @@ def laws(policy, x, *, lanes: int, keep: int) -> tuple[law.Summary, jax.Array]:
         bits=8 * x.dtype.itemsize,
         shape=pieces.shape[1:],
         fold=fold,
-        total=lambda *vectors: [jnp.sum(vector, axis=1, keepdims=True) for vector in vectors],
+        together=lambda vectors: jnp.concatenate(vectors, axis=1),
+        total=lambda vector: jnp.sum(vector, axis=1, keepdims=True),
         highest=lambda vector: jnp.max(vector, axis=1, keepdims=True),
         lowest=lambda vector: jnp.min(vector, axis=1, keepdims=True),
         any=jnp.any,
@@ -84,8 +85,8 @@ def test_without_the_horizon_the_laws_are_wrong(monkeypatch):
     """The mutant takes what lanes kept for all there is."""
     above = thresholds._above
 
-    def blind(rows, by, limits, need):
-        return above(rows, by, [(at, missing & False) for at, missing in limits], need)
+    def blind(rows, by, at, missing, need):
+        return above(rows, by, at, missing & False, need)
 
     policy, x = cases.settings(1000), hard(1000, 3, 1000, "float32")
     monkeypatch.setattr(thresholds, "_above", blind)
