@@ -98,6 +98,8 @@ def _guarded(
     decide = verify.make(
         or_plain("summarise", summarise, law.summarise_ref), or_plain("race", _threefry(race), law.race_ref)
     )
+    # Under jit, so that layers of the same shape share one kernel: a program lowers it once.
+    attend = jax.jit(attend, static_argnames=("scale", "window", "softcap"))
     return Kernels(
         name,
         attend=or_plain("attention", attend, layers.attend),

@@ -111,7 +111,7 @@ def _rows(x: Any, kept: Any, shared: Any, met: Any, vocab: int, span: int) -> Ro
         return joined
 
     def together(vectors: Sequence[Array]) -> Array:
-        """By way of shared memory; a few long vectors are compiled in a tenth of the time of many."""
+        """By way of shared memory. Layouts are sought in a time that grows as the square of the operations."""
         for i, vector in enumerate(vectors):
             kept[group, pl.ds(i * span, span)] = vector
         _meet(met)

@@ -77,6 +77,7 @@ class Round(NamedTuple):
 
 def make(summarise: Summarise = laws.summarise_ref, race: Race = laws.race_ref) -> Callable[..., Verdict]:
     """Build a ``decide`` with the signature of `jspec.sampling.walk.decide` from the two passes."""
+    summarise, race = jax.jit(summarise), jax.jit(race)  # lowered once, however often a program calls them
 
     def survey(policy: Policy, x: Array, entries: Callable[[], Any]) -> tuple[Summary, Any]:
         return summarise(policy, x), entries()
