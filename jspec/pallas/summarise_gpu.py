@@ -111,7 +111,7 @@ def _rows(x: Any, kept: Any, shared: Any, met: Any, vocab: int, span: int) -> Ro
         return joined
 
     def together(vectors: Sequence[Array]) -> Array:
-        """By way of shared memory. Layouts are sought in a time that grows as the square of the operations."""
+        """By way of shared memory: few operations, since the compiler takes their square of time."""
         for i, vector in enumerate(vectors):
             kept[group, pl.ds(i * span, span)] = vector
         _meet(met)
