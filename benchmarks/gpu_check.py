@@ -109,7 +109,7 @@ def check(case: Case, dry: bool, repeat: int) -> dict[str, Any]:
     ]
     found = {"case": case.name, "difference": max(differences), "tolerance": case.tolerance}
     found["ok"] = max(differences) <= case.tolerance and not compat.races_found()
-    moved = traffic.count(case.kernel, *case.inputs(dry))
+    moved = traffic.count(case.counted or case.kernel, *case.inputs(dry))
     size = 1 << 12 if dry else COPY_BYTES
     runs = [repeated(kernel, case, dry), repeated(reference, case, dry), copies(size)]
     seconds, plain, copy = medians(runs, repeat)

@@ -10,6 +10,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from jspec.pallas import compat
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
   %copy.1 = f32[5,128]{1,0:T(8,128)} copy(%p0)
@@ -114,6 +116,25 @@ def test_a_dry_run_checks_counts_and_times(gpu_check):
     assert code == 0 and found["ok"] and found["difference"] == 0
     assert found["bytes"] == 3 * (16 + 8) * 128 * 4  # the pages in, their sums out
     assert found["us"] > 0 and found["of_plain"] > 0
+
+
+RECENT = pytest.mark.skipif(
+    not compat.INTERPRETS_TRANSPOSED, reason="the interpreter of jax 0.10 cannot, or takes minutes"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commit",
+        "race bfloat16",
+        *(pytest.param(n, marks=RECENT) for n in ("summarise bfloat16", "attention")),
+    ],
+)
+def test_the_kernels_pass_a_dry_run(name, gpu_check):
+    code, out = gpu_check("--dry-run", "--only", name, "--repeat", "1")
+    found = json.loads(out.splitlines()[1])
+    assert code == 0 and found["ok"] and found["bytes"] > 0
 
 
 def test_a_wrong_kernel_fails_the_check(gpu_check, monkeypatch):
