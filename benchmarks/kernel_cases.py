@@ -236,23 +236,17 @@ CASES = [
     ),
     Case("race", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), ends),
     Case("race bfloat16", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), narrow_ends),
-    Case(
-        "summarise",
-        "gpu",
-        by_rows(summarise_gpu.summarise),
-        by_rows(law.summarise_ref),
-        logits,
-        tolerance=1e-4,
-        counted=by_rows(read_once),
-    ),
-    Case(
-        "summarise bfloat16",
-        "gpu",
-        by_rows(summarise_gpu.summarise),
-        by_rows(law.summarise_ref),
-        narrow_logits,
-        tolerance=1e-4,
-        counted=by_rows(read_once),
+    *(
+        Case(
+            name,
+            "gpu",
+            by_rows(summarise_gpu.summarise),
+            by_rows(law.summarise_ref),
+            inputs,
+            tolerance=1e-4,
+            counted=by_rows(read_once),
+        )
+        for name, inputs in (("summarise", logits), ("summarise bfloat16", narrow_logits))
     ),
     Case("race", "gpu", by_rows(race_gpu.race), by_rows(law.race_ref), ends, 1e-4),
     Case("race bfloat16", "gpu", by_rows(race_gpu.race), by_rows(law.race_ref), narrow_ends, 1e-4),

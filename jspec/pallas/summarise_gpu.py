@@ -59,8 +59,6 @@ def reads(
     vocab, x = x.shape[-1], widen(x)
     span, (batch, nodes, _) = slices(x, span), x.shape
     limits = thresholds.limits(policy, vocab)
-    cuts = (limits.top_k > 0) | (limits.top_p < 1) | (limits.low > -jnp.inf)
-
     dtypes = jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.int32
     *summary, count = compat.gpu_kernel(
         functools.partial(_body, vocab=vocab, span=span),
@@ -75,7 +73,7 @@ def reads(
             plgpu.Barrier(num_arrivals=groups),
         ],
         interpret=interpret,
-    )(x, *limits, cuts.astype(jnp.int32))
+    )(x, *limits, limits.cut.astype(jnp.int32))
     return Summary(*summary), count
 
 

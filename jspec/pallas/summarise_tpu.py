@@ -111,7 +111,6 @@ def _body(settings_ref, x_ref, top_ref, cut_ref, total_ref, best_ref, rest_ref, 
         single=lambda convert, number: convert(number),
     )
     own = Limits(*(settings_ref[:, pl.ds(i, 1)] for i in range(4)))
-    cuts = (own.top_k > 0) | (own.top_p < 1) | (own.low > -jnp.inf)
-    *summary, _ = thresholds.law(rows, own, cuts, KEPT)
+    *summary, _ = thresholds.law(rows, own, own.cut, KEPT)
     for ref, value in zip((top_ref, cut_ref, total_ref, best_ref), summary, strict=True):
         ref[...] = value

@@ -3,11 +3,11 @@
 A piece has one logit for each *lane* of a row. A lane keeps, in registers, the sum of exp
 relative to its greatest logit so far, that logit's first id and, where a row uses top-k,
 top-p or min-p, its ``keep`` greatest logits. The thresholds of `jspec.sampling.truncate` are
-found among those, from the highest bit down. Above the *horizon*, the
-greatest of the lanes' last kept logits, no logit is missing there. A step that has to know of
-those below it, as in a nucleus of more than a thousand ids, sweeps the rows again. So every
-row gets its cut, top-k's exactly, top-p's up to the rounding of sums, and a row like a model's
-is seen once.
+found among those, from the highest bit down. Above the *horizon*, the greatest of the lanes'
+last kept logits, no logit is missing there. A step that has to know of those below it sweeps
+the rows again. So every row gets its cut, top-k's exactly, top-p's up to the rounding of sums;
+and of rows where n ids lie above a threshold, which fall on L lanes evenly, about
+C(n, keep) / L ** (keep - 1) are seen more than once, if that is little.
 
 A *number* is what a kernel has of each of its rows: a scalar where it takes one, a column
 where it takes several. Float logits are compared as integers in the same order, *places*.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.sampling.policy import Policy
 
@@ -35,6 +35,11 @@ class Limits(NamedTuple):
     top_k: Int[Array, "*B"]  # 0: off
     top_p: Float[Array, "*B"]
     low: Float[Array, "*B"]  # the least logit after the temperature, relative to the greatest
+
+    @property
+    def cut(self) -> Bool[Array, "*B"]:
+        """Whether a row needs more than its greatest logit and its total."""
+        return (self.top_k > 0) | (self.top_p < 1) | (self.low > -jnp.inf)
 
 
 class Rows(NamedTuple):
@@ -69,7 +74,7 @@ def limits(policy: Policy, vocab: int) -> Limits:
     """The settings of each sequence."""
     warm = policy.temperature > 0
     return Limits(
-        scale=jnp.where(warm, jnp.clip(policy.temperature, 1e-30, 1e30), 1.0),
+        scale=jnp.where(warm, jnp.minimum(policy.temperature, 1e30), 1.0),
         top_k=jnp.where(warm, jnp.minimum(policy.top_k, vocab), 0),
         top_p=jnp.where(warm, policy.top_p, 1.0),
         low=jnp.where(warm, jnp.log(policy.min_p), -jnp.inf),
@@ -83,7 +88,7 @@ def clean(x: Array) -> Float[Array, "*v"]:
 
 
 def law(rows: Rows, own: Limits, cuts: Array, keep: int) -> Law:
-    """The law of each row; ``cuts``: whether it needs more than its greatest logit and total."""
+    """The law of each row; ``cuts``: `Limits.cut`."""
 
     def whole() -> Law:
         seen = _first(rows, own, 1)

@@ -15,6 +15,7 @@ from jspec.pallas import verify as fused
 from jspec.sampling import walk
 from tests.pallas import test_verify
 from tests.pallas import verify_cases as cases
+from tests.pallas.verify_cases import check_summary, hard
 from tests.pallas.wide import wide
 
 GPU = compat.gpu_interpreter()
@@ -27,44 +28,6 @@ SHAPES = [  # ids, rows a sequence, dtype, ids a program
     if vocab <= 256 * 8 or span > 256  # many programs are slow to interpret
 ]
 FEW = [(5, 2, "bfloat16", 128), (1000, 1, "float32", 512)]
-
-
-def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
-    """Logits with ties in the first of several rows, and in the last one what is hard or no law."""
-    x = np.array(cases.logits(seed, nodes, vocab))
-    if nodes > 1:
-        x[:, 0] = np.round(x[:, 0])
-        x[0, -1, vocab // 2] = np.nan
-        x[1, -1, vocab // 3] = np.inf
-        x[2, -1] = -np.inf
-        x[3, -1, vocab // 2 :] = x[3, -1, 0] - 200
-        x[3, -1, 1::2] = -np.inf
-        x[4, -1] = 7.25
-        x[5, -1] = np.where(np.arange(vocab) % 3 == 0, -0.0, 0.0)
-    return jnp.asarray(x, dtype)
-
-
-def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
-    x = np.asarray(x, np.float64)
-    np.testing.assert_array_equal(got.top, wanted.top)
-    np.testing.assert_array_equal(got.best, wanted.best)
-    for row, node in np.argwhere(np.isfinite(wanted.top)):
-        temperature, k, p, min_p = (float(part[row]) for part in policy[:4])
-        if temperature == 0:
-            continue
-        cut = float(got.cut[row, node])
-        if k > 0 and p == 1:
-            assert cut == wanted.cut[row, node]
-        weight = np.exp((x[row, node] - x[row, node].max()) / temperature)
-        kept = weight * (x[row, node] >= cut)
-        if p < 1:  # the definition: rounding may move the cut by an id that hardly matters
-            least = np.sort(x[row, node])[-min(int(k), x.shape[2])] if k else -np.inf
-            whole = weight[x[row, node] >= least].sum()
-            assert cut >= least
-            assert kept.sum() >= (p - 1e-6) * whole
-            assert weight[x[row, node] > cut].sum() < (p + 1e-6) * whole
-        total = kept[weight >= min_p * (1 - 1e-6)].sum()
-        assert np.log(total) == pytest.approx(float(got.log_total[row, node]), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(("vocab", "nodes", "dtype", "span"), FEW + wide(SHAPES))

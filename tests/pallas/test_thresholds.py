@@ -12,7 +12,7 @@ from jax import lax
 
 from jspec.pallas import law, thresholds
 from tests.pallas import verify_cases as cases
-from tests.pallas.test_fused_gpu import check_summary, hard
+from tests.pallas.verify_cases import check_summary, hard
 
 
 @functools.partial(jax.jit, static_argnames=("lanes", "keep"))
@@ -43,8 +43,7 @@ def laws(policy, x, *, lanes: int, keep: int) -> tuple[law.Summary, jax.Array]:
     )
     own = thresholds.limits(policy, vocab)
     own = thresholds.Limits(*(jnp.repeat(part, nodes)[:, None] for part in own))
-    cuts = (own.top_k > 0) | (own.top_p < 1) | (own.low > -jnp.inf)
-    *summary, sweeps = thresholds.law(rows, own, cuts, keep)
+    *summary, sweeps = thresholds.law(rows, own, own.cut, keep)
     return law.Summary(*(part.reshape(batch, nodes) for part in summary)), sweeps
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jspec import tree
+from jspec.pallas import law
 from jspec.sampling import keys, policy
 from jspec.types import Proposal
 
@@ -52,3 +54,41 @@ def proposal(seed: int, nodes: int, vocab: int, *, tree_of: bool, drawn: bool) -
 
 def row_keys(seed: int) -> jax.Array:
     return keys.row_keys([seed + i for i in range(BATCH)], BATCH)
+
+
+def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
+    """Logits with ties in the first of several rows, and in the last one what is hard or no law."""
+    x = np.array(logits(seed, nodes, vocab))
+    if nodes > 1:
+        x[:, 0] = np.round(x[:, 0])
+        x[0, -1, vocab // 2] = np.nan
+        x[1, -1, vocab // 3] = np.inf
+        x[2, -1] = -np.inf
+        x[3, -1, vocab // 2 :] = x[3, -1, 0] - 200
+        x[3, -1, 1::2] = -np.inf
+        x[4, -1] = 7.25
+        x[5, -1] = np.where(np.arange(vocab) % 3 == 0, -0.0, 0.0)
+    return jnp.asarray(x, dtype)
+
+
+def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
+    x = np.asarray(x, np.float64)
+    np.testing.assert_array_equal(got.top, wanted.top)
+    np.testing.assert_array_equal(got.best, wanted.best)
+    for row, node in np.argwhere(np.isfinite(wanted.top)):
+        temperature, k, p, min_p = (float(part[row]) for part in policy[:4])
+        if temperature == 0:
+            continue
+        cut = float(got.cut[row, node])
+        if k > 0 and p == 1:
+            assert cut == wanted.cut[row, node]
+        weight = np.exp((x[row, node] - x[row, node].max()) / temperature)
+        kept = weight * (x[row, node] >= cut)
+        if p < 1:  # the definition: rounding may move the cut by an id that hardly matters
+            least = np.sort(x[row, node])[-min(int(k), x.shape[2])] if k else -np.inf
+            whole = weight[x[row, node] >= least].sum()
+            assert cut >= least
+            assert kept.sum() >= (p - 1e-6) * whole
+            assert weight[x[row, node] > cut].sum() < (p + 1e-6) * whole
+        total = kept[weight >= min_p * (1 - 1e-6)].sum()
+        assert np.log(total) == pytest.approx(float(got.log_total[row, node]), rel=1e-5, abs=1e-5)
