@@ -5,16 +5,23 @@ LIVE_VENV ?= .venv-live
 AOT_VENV ?= .venv-aot
 UV ?= uv
 LOCK_FLAGS ?= # for instance --upgrade
+PYTEST_ARGS ?= # for instance -x
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
 INSTALL := python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint types format test-slow test-wide test-live aot gpu-check lock clean setup
+.PHONY: demo quick test lint types format test-slow test-live aot gpu-check lock clean setup
 
 demo: $(READY)
 	$(BIN)/jspec demo
+
+# The inner loop: one of each kind, in a minute and a half on two cores.
+quick: types
+	$(BIN)/ruff format --check $$(git ls-files -mo --exclude-standard '*.py') jspec/__init__.py
+	$(BIN)/ruff check $$(git ls-files -mo --exclude-standard '*.py') jspec/__init__.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m quick
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -32,11 +39,7 @@ format: $(READY)
 
 # pytest answers 5 where it selected nothing.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2 -m slow -rs || [ $$? -eq 5 ]
-
-# Every shape of every kernel: half an hour or more; CI runs a sixth of them as slow tests.
-test-wide: $(READY)
-	$(BIN)/python -m pytest -n 2 -m wide
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # torch is a reference for tests and stands in no lock: only this build of it is free of CUDA.
 test-live:
@@ -47,7 +50,7 @@ test-live:
 	if ! $(LIVE_VENV)/bin/$(INSTALL) 'torch==2.13.0+cpu' accelerate; then \
 		echo "test-live: skipped, pip finds no CPU build of torch here"; exit 0; \
 	fi; \
-	$(LIVE_VENV)/bin/python -m pytest -m live || [ $$? -eq 5 ]
+	$(LIVE_VENV)/bin/python -m pytest -m live $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # The compilers' wheels stand apart: the CUDA plugin's failed start on a CPU would trouble all other runs.
 # The script says what is missing and skips it.

@@ -1,6 +1,6 @@
-"""Accept length against its law, on laws of known overlap: ``python benchmarks/accept_length.py``.
+"""Accept length against what it should be, for distributions of known overlap.
 
-A target and a draft whose next-token laws p and q never change, run through the real loop
+A target and a draft whose next-token distributions p and q never change, run through the real loop
 at temperature 1. Every round is a full one, so tokens a round, the bonus token counted, has
 an exact mean. With overlap α = Σ min(p, q) = 1 - TV(p, q) and K drafts it is
 
@@ -21,23 +21,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import api
+from jspec.decode import make_decoder
 from jspec.models import table
 from jspec.sampling import keys, policy
-from jspec.sampling.drafters.model import model
+from jspec.sampling.drafters.draft_model import draft_model
 from jspec.types import Request
 
 VOCAB = 16
 
 
-def laws(overlap: float, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
+def distributions(overlap: float, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
     """p, and q = a mixture of p and p backwards, of the given overlap (at least about 0.2)."""
     p = np.exp(-0.4 * np.arange(vocab))
     p /= p.sum()
     other = p[::-1]
     share = (1 - overlap) / (1 - np.minimum(p, other).sum())
     if share > 1:
-        raise ValueError(f"overlap {overlap} is too small for these laws")
+        raise ValueError(f"overlap {overlap} is too small for these distributions")
     return p, (1 - share) * p + share * other
 
 
@@ -68,15 +68,15 @@ def measure(
 ) -> tuple[float, int]:
     """Tokens a round over at least so many tokens, all rounds full; and how many there were."""
     rounds = -(-int(tokens / expected(verifier, p, q, k) * 1.02) // rows)
-    law = table.make(len(p))
-    decoder = api.decoder(law, model(law, k), verifier, chunk=1)
+    model = table.make(len(p))
+    decoder = make_decoder(model, draft_model(model, k), verifier, chunk=1)
     params, draft_params = (jnp.broadcast_to(jnp.log(jnp.asarray(x)), (len(p) + 1, len(p))) for x in (p, q))
     limit = 2 + rounds * (k + 1)
     request = Request(
         tokens=jnp.zeros((rows, limit + k + 1), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
-        limit=jnp.full((rows,), limit),
-        stop=jnp.full((rows, 1), -1),
+        max_length=jnp.full((rows,), limit),
+        stop_token_ids=jnp.full((rows, 1), -1),
         policy=policy.make(rows, len(p)),
         key=keys.row_keys(range(rows), rows),
     )
@@ -101,14 +101,14 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", default="4,8", metavar="K,K")
     parser.add_argument("--verifiers", default="token,block,coupled")
     options = parser.parse_args()
-    print("| rule | overlap | K | tokens | measured | expected | off |\n|---|---|---|---|---|---|---|")
+    print("| verifier | overlap | K | tokens | measured | expected | off |\n|---|---|---|---|---|---|---|")
     for verifier in options.verifiers.split(","):
         for overlap in map(float, options.overlaps.split(",")):
             for k in map(int, options.num_speculative_tokens.split(",")):
-                p, q = laws(overlap)
-                mean, law = expected(verifier, p, q, k), measure(verifier, p, q, k, options.tokens)
-                off = f"{law[0] / mean - 1:+.2%}"
-                row = verifier, overlap, k, law[1], f"{law[0]:.4f}", f"{mean:.4f}", off
+                p, q = distributions(overlap)
+                mean, measured = expected(verifier, p, q, k), measure(verifier, p, q, k, options.tokens)
+                off = f"{measured[0] / mean - 1:+.2%}"
+                row = verifier, overlap, k, measured[1], f"{measured[0]:.4f}", f"{mean:.4f}", off
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 

@@ -106,8 +106,8 @@ def step(mesh: Any, platform: str) -> tuple[Any, tuple]:
     from jspec.models import llama
     from jspec.models.layers import Weight
     from jspec.pallas import select
-    from jspec.sampling import policy, verify
-    from jspec.sampling.drafters import model as drafters
+    from jspec.sampling import policy, verifiers
+    from jspec.sampling.drafters.draft_model import draft_model
     from jspec.types import Request
 
     target = llama.Config(VOCAB, 4096, 14336, 32, 32, 8, 128, 131072)
@@ -115,8 +115,8 @@ def step(mesh: Any, platform: str) -> tuple[Any, tuple]:
     # Kernels are not partitioned by XLA: on several chips they need a shard_map around them.
     kernels = select.of_kind(platform, "9.0") if mesh.size == 1 else select.PLAIN
     models = [llama.make(c, dtype=jnp.bfloat16, **kernels.of_model()) for c in (target, draft)]
-    drafter = drafters.model(models[1], NODES - 1)
-    decoder = make_decoder(models[0], drafter, verify.token, decide=kernels.decide)
+    drafter = draft_model(models[1], NODES - 1)
+    decoder = make_decoder(models[0], drafter, verifiers.token, decide=kernels.decide)
 
     def weight(w: Weight):
         spec = P(*("chips" if a in ("heads", "kv_heads", "mlp", "vocab") else None for a in w.axes))
@@ -127,8 +127,8 @@ def step(mesh: Any, platform: str) -> tuple[Any, tuple]:
         lambda: Request(
             tokens=jnp.zeros((1, SLOTS), jnp.int32),
             length=jnp.zeros(1, jnp.int32),
-            limit=jnp.zeros(1, jnp.int32),
-            stop=jnp.zeros((1, 4), jnp.int32),
+            max_length=jnp.zeros(1, jnp.int32),
+            stop_token_ids=jnp.zeros((1, 4), jnp.int32),
             policy=jax.tree.map(jnp.asarray, policy.make(1, VOCAB)),
             key=jnp.zeros((1, 2), jnp.uint32),
         )

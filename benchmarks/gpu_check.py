@@ -6,7 +6,7 @@ It needs a CUDA GPU of the Hopper generation and a jax that sees it, and install
 Each GPU case of `kernel_cases.py` is compared with its plain reference at a tiny and at its
 real size; then both are timed in turn with a large copy on the device, medians of many
 rounds. Reported are ratios: the kernel's time over the plain code's, and over the time that
-the bytes it moves (`jspec.pallas.traffic`) take at the speed of that copy. A line of JSON
+the bytes it moves (`tools.traffic`) take at the speed of that copy. A line of JSON
 for each case, and a table at the end. It ends with 1 when a kernel is wrong, with 2 where
 there is no GPU. ``--dry-run``: tiny sizes in the interpreter, to try the script on a CPU.
 """
@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import CASES, Case
 
-from jspec.pallas import compat, traffic
+from jspec.pallas import compat
+from tools import traffic
 
 COPY_BYTES = 1 << 30
 ROUND_SECONDS = 2e-3  # a clock and a launch cost microseconds: that many calls are timed at once

@@ -26,7 +26,7 @@ class State(NamedTuple):
 def start(config: Any, prompt: list[int], slots: int) -> State:
     """A state that has run nothing yet."""
     tokens = jnp.zeros((slots,), jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
-    shape = (config.kv_heads, slots, config.channels)
+    shape = (config.kv_heads, slots, config.head_dim)
     cache = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.layers)]
     return State(tokens, jnp.int32(0), cache)
 
@@ -67,9 +67,9 @@ def best(logits, block=128):
 
 def one_pass(config: Any, params: Any, cache: Any, token: Any, position: Any):
     """Logits after ``token``, which stands at ``position``, and the cache with it."""
-    heads, kv_heads, channels = config.heads, config.kv_heads, config.channels
+    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     group, eps = heads // kv_heads, config.norm_eps
-    angle = position * config.rope.theta ** -(jnp.arange(0, channels, 2) / channels)
+    angle = position * config.rope.theta ** -(jnp.arange(0, head_dim, 2) / head_dim)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     seen = jnp.arange(cache[0][0].shape[1]) <= position
 
@@ -87,13 +87,13 @@ def one_pass(config: Any, params: Any, cache: Any, token: Any, position: Any):
     for p, (keys, values) in zip(params["layers"], cache, strict=True):
         y = norm(x, p["attn_norm"], eps)
         if "qkv" in p:
-            q, k, v = jnp.split(y @ p["qkv"], [heads * channels, (heads + kv_heads) * channels])
+            q, k, v = jnp.split(y @ p["qkv"], [heads * head_dim, (heads + kv_heads) * head_dim])
         else:
             q, k, v = y @ p["q"], y @ p["k"], y @ p["v"]
-        keys = put(keys, rotate(k.reshape(kv_heads, channels)))
-        values = put(values, v.reshape(kv_heads, channels))
-        scores = jnp.einsum("kgc,ksc->kgs", rotate(q.reshape(kv_heads, group, channels)), keys)
-        weights = jax.nn.softmax(jnp.where(seen, scores * channels**-0.5, -jnp.inf))
+        keys = put(keys, rotate(k.reshape(kv_heads, head_dim)))
+        values = put(values, v.reshape(kv_heads, head_dim))
+        scores = jnp.einsum("kgc,ksc->kgs", rotate(q.reshape(kv_heads, group, head_dim)), keys)
+        weights = jax.nn.softmax(jnp.where(seen, scores * head_dim**-0.5, -jnp.inf))
         x = x + jnp.einsum("kgs,ksc->kgc", weights, values).reshape(-1) @ p["o"]
         y = norm(x, p["mlp_norm"], eps)
         gate, up = jnp.split(y @ p["gate_up"], 2) if "gate_up" in p else (y @ p["gate"], y @ p["up"])

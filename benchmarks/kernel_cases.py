@@ -18,21 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec import tree
-from jspec.cache import Entry
-from jspec.pallas import (
-    attention,
-    attention_gpu,
-    attention_tpu,
-    compact,
-    compact_gpu,
-    compact_tpu,
-    compat,
-    law,
-    race_gpu,
-    race_tpu,
-    summarise_gpu,
-    summarise_tpu,
-)
+from jspec.cache.dense import Entry
+from jspec.pallas import compat
+from jspec.pallas.attention.gpu import attend_gpu
+from jspec.pallas.attention.reference import attend_ref
+from jspec.pallas.attention.tpu import attend_tpu
+from jspec.pallas.commit.gpu import compact_gpu
+from jspec.pallas.commit.reference import compact_ref
+from jspec.pallas.commit.tpu import compact_tpu
+from jspec.pallas.verify import reference
+from jspec.pallas.verify.gumbel_argmax_gpu import gumbel_argmax_gpu
+from jspec.pallas.verify.gumbel_argmax_tpu import gumbel_argmax_tpu
+from jspec.pallas.verify.row_stats_gpu import row_stats_gpu
+from jspec.pallas.verify.row_stats_tpu import row_stats_tpu
 from jspec.sampling import keys, policy
 
 
@@ -79,7 +77,7 @@ def row_sums(x, rows: int = 8, interpret: Any = False):
 
 def page_sums(x, rows: int = 8, interpret: Any = False):
     """Hopper: the sum of each page's tiles of ``rows`` rows, which go through shared memory."""
-    pages, length, width = x.shape
+    pages, length, hidden_size = x.shape
 
     def body(x_ref, o_ref, total):
         page = lax.axis_index("page")
@@ -90,17 +88,17 @@ def page_sums(x, rows: int = 8, interpret: Any = False):
             total[...] += tile[0]
             plgpu.commit_smem()
 
-        spec = plgpu.BlockSpec((1, rows, width), lambda i: (page, i, 0))
+        spec = plgpu.BlockSpec((1, rows, hidden_size), lambda i: (page, i, 0))
         plgpu.emit_pipeline(step, grid=(length // rows,), in_specs=[spec], max_concurrent_steps=2)(x_ref)
         plgpu.copy_smem_to_gmem(total, o_ref.at[page])
         plgpu.wait_smem_to_gmem(0)
 
     return compat.gpu_kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((pages, rows, width), x.dtype),
+        out_type=jax.ShapeDtypeStruct((pages, rows, hidden_size), x.dtype),
         grid=(pages,),
         grid_names=("page",),
-        scratch_types=[plgpu.SMEM((rows, width), x.dtype)],
+        scratch_types=[plgpu.SMEM((rows, hidden_size), x.dtype)],
         interpret=interpret,
     )(x)
 
@@ -158,9 +156,12 @@ def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_rows
 
 
+PLAIN_STATS, PLAIN_DRAW = by_rows(reference.row_stats_ref), by_rows(reference.gumbel_argmax_ref)
+
+
 def read_once(settings, x):
     """Hopper's first pass where nothing has to be read again."""
-    return summarise_gpu.summarise(settings._replace(temperature=0 * settings.temperature), x)
+    return row_stats_gpu(settings._replace(temperature=0 * settings.temperature), x)
 
 
 def logits(tiny: bool) -> tuple:
@@ -170,25 +171,27 @@ def logits(tiny: bool) -> tuple:
     return settings, np.asarray(3 * jax.random.normal(jax.random.key(0), (batch * 5, vocab)))
 
 
-def ends(tiny: bool) -> tuple:
-    """The same, and where each walk ended: at node 2, with a refused draft whose law is known."""
+def last_draws(tiny: bool) -> tuple:
+    """The same, and where each walk ended: at node 2, with a refused draft whose distribution is known."""
     settings, x = logits(tiny)
     batch = len(x) // 5
     refused, node = np.full((batch, 1), -1), np.full(batch, 2)
-    end = law.End(node, keys.row_keys(range(batch), batch), refused, node + 1, np.zeros(batch, np.float32))
+    last = reference.LastDraw(
+        node, keys.row_keys(range(batch), batch), refused, node + 1, np.zeros(batch, np.float32)
+    )
     logq = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), x.shape))
-    return settings, x, by_rows(law.summarise_ref)(settings, jnp.asarray(x)), end, np.asarray(logq)
+    return settings, x, PLAIN_STATS(settings, jnp.asarray(x)), last, np.asarray(logq)
 
 
-def narrow_ends(tiny: bool) -> tuple:
+def last_draws_bfloat16(tiny: bool) -> tuple:
     """The same in bfloat16, of a vocabulary whose rows are copied by two, the last of 35 alone."""
-    settings, x, _, end, logq = ends(tiny)
-    settings, end = jax.tree.map(lambda leaf: leaf[1:], (settings, end))
+    settings, x, _, last, logq = last_draws(tiny)
+    settings, last = jax.tree.map(lambda leaf: leaf[1:], (settings, last))
     x, logq = (rows[5:, : x.shape[1] // 128 * 128].astype(jnp.bfloat16) for rows in (x, logq))
-    return settings, x, by_rows(law.summarise_ref)(settings, jnp.asarray(x)), end, logq
+    return settings, x, PLAIN_STATS(settings, jnp.asarray(x)), last, logq
 
 
-def narrow_logits(tiny: bool) -> tuple:
+def logits_bfloat16(tiny: bool) -> tuple:
     """The first pass's inputs in bfloat16."""
     settings, x = logits(tiny)
     return settings, x.astype(jnp.bfloat16)
@@ -225,50 +228,43 @@ def rows_and_cache(tiny: bool) -> tuple:
 CASES = [
     Case("row sums", "tpu", row_sums, sum_rows, rows, temporaries=0.05),
     Case("page sums", "gpu", page_sums, sum_pages, pages),
-    Case("summarise", "tpu", by_rows(summarise_tpu.summarise), by_rows(law.summarise_ref), logits),
+    Case("row_stats", "tpu", by_rows(row_stats_tpu), PLAIN_STATS, logits),
     Case(
-        "summarise bfloat16",
+        "row_stats bfloat16",
         "tpu",
-        by_rows(summarise_tpu.summarise),
-        by_rows(law.summarise_ref),
-        narrow_logits,
+        by_rows(row_stats_tpu),
+        PLAIN_STATS,
+        logits_bfloat16,
         temporaries=0.03,  # columns of a number a row are padded to tiles
     ),
-    Case("race", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), ends),
-    Case("race bfloat16", "tpu", by_rows(race_tpu.race), by_rows(law.race_ref), narrow_ends),
+    Case("gumbel_argmax", "tpu", by_rows(gumbel_argmax_tpu), PLAIN_DRAW, last_draws),
+    Case("gumbel_argmax bfloat16", "tpu", by_rows(gumbel_argmax_tpu), PLAIN_DRAW, last_draws_bfloat16),
     *(
         Case(
             name,
             "gpu",
-            by_rows(summarise_gpu.summarise),
-            by_rows(law.summarise_ref),
+            by_rows(row_stats_gpu),
+            PLAIN_STATS,
             inputs,
             tolerance=1e-4,
             counted=by_rows(read_once),
         )
-        for name, inputs in (("summarise", logits), ("summarise bfloat16", narrow_logits))
+        for name, inputs in (("row_stats", logits), ("row_stats bfloat16", logits_bfloat16))
     ),
-    Case("race", "gpu", by_rows(race_gpu.race), by_rows(law.race_ref), ends, 1e-4),
-    Case("race bfloat16", "gpu", by_rows(race_gpu.race), by_rows(law.race_ref), narrow_ends, 1e-4),
-    Case(
-        "attention",
-        "tpu",
-        scaled(attention_tpu.attend),
-        scaled(attention.attend_ref),
-        rows_and_cache,
-        tolerance=0.03,
-    ),
+    Case("gumbel_argmax", "gpu", by_rows(gumbel_argmax_gpu), PLAIN_DRAW, last_draws, 1e-4),
+    Case("gumbel_argmax bfloat16", "gpu", by_rows(gumbel_argmax_gpu), PLAIN_DRAW, last_draws_bfloat16, 1e-4),
+    Case("attention", "tpu", scaled(attend_tpu), scaled(attend_ref), rows_and_cache, tolerance=0.03),
     Case(
         "attention",
         "gpu",
-        scaled(attention_gpu.attend),
-        scaled(attention.attend_ref),
+        scaled(attend_gpu),
+        scaled(attend_ref),
         rows_and_cache,
         tolerance=0.03,
         temporaries=0.1,  # the partial sums of the splits
     ),
-    Case("commit", "tpu", compact_tpu.compact, compact.compact_ref, path, donate=(0,)),
-    Case("commit", "gpu", compact_gpu.compact, compact.compact_ref, path, donate=(0,)),
+    Case("commit", "tpu", compact_tpu, compact_ref, path, donate=(0,)),
+    Case("commit", "gpu", compact_gpu, compact_ref, path, donate=(0,)),
     # what only a compiler refuses (tests/pallas/test_gates.py has the other planted bugs)
     Case("too much VMEM", "tpu", many_rows, sum_rows, huge, fails="RESOURCE_EXHAUSTED"),
     Case("too much SMEM", "gpu", many_tiles, sum_pages, pages, fails="shared memory"),

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 
 import jspec
-from jspec import generation
-from jspec.drafts import Drafting, find_draft
-from jspec.sampling import keys, policy
+from jspec.sampling import policy
+from jspec.sampling.drafters.config import DraftConfig
+from jspec.serve.draft import load_draft
+from jspec.serve.generate import lay_out
 from jspec.types import State
 
 PROMPT = "Write a long story about a dog that finds a golden key in the garden of an old castle."
@@ -72,12 +73,12 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=25)
     options = parser.parse_args()
     target = jspec.load("smollm2", "float32")
-    found = find_draft(target, Drafting(options.draft, options.num_speculative_tokens))
+    found = load_draft(target, DraftConfig(options.draft, options.num_speculative_tokens))
     decoder, draft_params = found.decoder(), found.params
-    rows, key = policy.greedy(1, target.model.vocab_size), keys.row_keys([0], 1)
+    rows, key = policy.greedy(1, target.model.vocab_size), [0]
     prompt = target.tokenizer(PROMPT)["input_ids"]
-    request = generation.lay_out(target, decoder, [prompt], rows, options.tokens, key, options.slots)
-    request = request._replace(stop=jnp.full((1, 1), -1))
+    request = lay_out(target, decoder, [prompt], rows, options.tokens, key, options.slots)
+    request = request._replace(stop_token_ids=jnp.full((1, 1), -1))
 
     def start() -> State:
         return jax.block_until_ready(decoder.init(target.params, draft_params, request))

@@ -30,18 +30,20 @@ import numpy as np
 from engines import Write
 
 import jspec
-from jspec import api, checkpoint, generation
-from jspec.sampling import keys, policy
+from jspec.decode import make_decoder
+from jspec.sampling import policy
 from jspec.sampling.drafters.none import none
+from jspec.serve.generate import lay_out
+from jspec.weights.load import load_checkpoint
 
 PROMPT = "Write a long story about a dog that finds a golden key in the garden of an old castle."
 
 
 def jspec_engine(target, prompt: list[int], new: int) -> Write:
-    decoder = api.decoder(target.model, none())
-    rows, key = policy.greedy(1, target.model.vocab_size), keys.row_keys([0], 1)
-    request = generation.lay_out(target, decoder, [prompt], rows, new, key)
-    request = request._replace(stop=jnp.full((1, 1), -1))
+    decoder = make_decoder(target.model, none())
+    rows, key = policy.greedy(1, target.model.vocab_size), [0]
+    request = lay_out(target, decoder, [prompt], rows, new, key)
+    request = request._replace(stop_token_ids=jnp.full((1, 1), -1))
 
     def write():
         state = jax.block_until_ready(decoder.init(target.params, None, request))
@@ -82,7 +84,7 @@ def main() -> None:
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     target = jspec.load("smollm2", "float32")
     config = target.checkpoint.config
-    apart = checkpoint.load(target.checkpoint.path, "float32").params  # q, k and v as files have them
+    apart = load_checkpoint(target.checkpoint.path, "float32").params  # q, k and v as files have them
     prompt = target.tokenizer(PROMPT)["input_ids"]
     slots = 128 * -(-(len(prompt) + options.tokens + 64) // 128)
     common = prompt, options.tokens

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 
 import jspec
-from jspec import api, bench, generation, tree
-from jspec.sampling import keys, policy
-from jspec.sampling.drafters.model import model as draft_model
+from jspec import tree
+from jspec.bench.measure import PASSES, passes
+from jspec.sampling import keys
+from jspec.sampling.drafters.draft_model import draft_model
 from jspec.sampling.drafters.none import none
 from jspec.types import Model, Params
 
@@ -83,30 +84,30 @@ def round_of_the_loop(
 ) -> Callable[[], tuple[float, float]]:
     """Seconds of a round, and tokens that it writes."""
     drafter = draft_model(target.model, k) if k else none()
-    decoder = api.decoder(target.model, drafter, verifier)
-    rows, key = policy.greedy(1, target.model.vocab_size), keys.row_keys([0], 1)
-    request = generation.lay_out(target, decoder, [prompt], rows, ROUNDS * (k + 1), key, slots)
-    request = request._replace(stop=jnp.full((1, 1), -1))
+    decoder, new = jspec.make_decoder(target.model, drafter, verifier), ROUNDS * (k + 1)
+    request = jspec.make_request(
+        decoder, [prompt], key=[0], max_new_tokens=new, min_slots=slots, temperature=0.0
+    )
 
     def program() -> tuple[float, float]:
         state = jax.block_until_ready(decoder.init(target.params, target.params, request))
         began = time.perf_counter()
         state = jax.block_until_ready(decoder.run(target.params, target.params, state))
         seconds, rounds = time.perf_counter() - began, int(state.stats.rounds[0])
-        return seconds / rounds, ROUNDS * (k + 1) / rounds
+        return seconds / rounds, new / rounds
 
     return program
 
 
 def heights(target, slots: int, rows: list[int], turns: int) -> None:
     """The table of r_T."""
-    programs = {t: bench.passes(target.model, target.params, 1, slots, t) for t in rows}
+    programs = {t: passes(target.model, target.params, 1, slots, t) for t in rows}
     times: dict[int, list[float]] = {t: [] for t in rows}
     for _ in range(turns + 1):
         for t, program in programs.items():
             began = time.perf_counter()
             jax.block_until_ready(program())
-            times[t].append((time.perf_counter() - began) / bench.PASSES * 1e3)
+            times[t].append((time.perf_counter() - began) / PASSES * 1e3)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target.params))
     print(f"\n| rows | ms a pass | best | r_T | GB/s of weights |\n|{'---|' * 5}")
     one = statistics.median(times[rows[0]][1:])
@@ -121,17 +122,17 @@ def shares(target, slots: int, ks: list[int], turns: int, verifier: str) -> None
     prompt = target.tokenizer(PROMPT)["input_ids"]
     print(f"\n| K | tokens a round | ms a round | ms of its passes | the loop's share |\n|{'---|' * 5}")
     for k in ks:
-        passes = passes_of_a_round(target.model, target.params, slots, k)
+        alone = passes_of_a_round(target.model, target.params, slots, k)
         whole = round_of_the_loop(target, prompt, slots, k, verifier)
-        passes(), whole()  # compile
-        rounds, alone, share, before = [], [], [], passes()
+        alone(), whole()  # compile
+        rounds, model_ms, share, before = [], [], [], alone()
         for _ in range(turns):
-            (seconds, tokens), after = whole(), passes()
+            (seconds, tokens), after = whole(), alone()
             rounds.append(seconds * 1e3)
-            alone.append((before + after) / 2 * 1e3)
-            share.append(1 - alone[-1] / rounds[-1])
+            model_ms.append((before + after) / 2 * 1e3)
+            share.append(1 - model_ms[-1] / rounds[-1])
             before = after
-        times = f"{statistics.median(rounds):.1f} | {statistics.median(alone):.1f}"
+        times = f"{statistics.median(rounds):.1f} | {statistics.median(model_ms):.1f}"
         print(f"| {k} | {tokens:.2f} | {times} | {statistics.median(share):.1%} |", flush=True)
 
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 import jspec
-from jspec import api, tree
+from jspec import tree
+from jspec.decode import make_decoder
 from jspec.sampling import keys, policy
 from jspec.types import Drafter, Proposal, Request
 
@@ -54,7 +55,7 @@ def main() -> None:
     drafter = copying_drafter(options.num_speculative_tokens)
     print(f"jax {jax.__version__}, {options.turns} turns of {options.rounds} rounds")
     for verifier in ("token", "block", "coupled"):
-        decoder = api.decoder(target.model, drafter, verifier)
+        decoder = make_decoder(target.model, drafter, verifier)
         states = {}
         for name, settings in SETTINGS.items():
             rows = policy.make(1, target.model.vocab_size, **settings)

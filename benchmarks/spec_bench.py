@@ -1,13 +1,13 @@
 """Drafters on Spec-Bench's prompts by category: ``python benchmarks/spec_bench.py question.jsonl``.
 
 question.jsonl is that of github.com/hemingkx/Spec-Bench (``data/spec_bench``); the first
-turn of a question is taken. SmolLM2-135M, float32, greedy, one row, `jspec.bench` for each
+turn of a question is taken. SmolLM2-135M, float32, greedy, one row, `jspec.bench.measure` for each
 category: drafter and plain decoding in turn in one process. A row gives
 
 * x plain: plain time over this time, all prompts and repeats together;
 * single prompts: the least, the median and the greatest of the prompts' own medians, and
   how many of them reach 2.0 and how many fall under 0.98;
-* length: tokens a target pass, bonus counted; predicted and efficiency: see `jspec.bench`.
+* length: tokens a target pass, bonus counted; predicted and efficiency: see `jspec.bench.measure`.
 
 The whole of it takes hours: ``--num-prompts`` spreads a few over each category.
 ``--row-cost R`` times nothing: it writes the texts, as one batch a category, counts their
@@ -26,8 +26,9 @@ from pathlib import Path
 import jax
 
 import jspec
-from jspec import bench, text
-from jspec.metrics import Metrics
+from jspec.bench.measure import DraftConfig, Result, bench
+from jspec.serve.metrics import Metrics
+from jspec.text.tokenizer import encode_prompt
 
 CATEGORIES = "summarization,rag,writing,roleplay"
 
@@ -43,12 +44,12 @@ def questions(file: Path, category: str, count: int) -> list[str]:
     return [found[index * len(found) // count] for index in range(count)]
 
 
-def of_prompts(result: bench.Result, prompts: int) -> list[float]:
+def of_prompts(result: Result, prompts: int) -> list[float]:
     """Each prompt's median ratio, sorted; the ratios are in the order of repeats, then prompts."""
     return sorted(statistics.median(result.ratios[index::prompts]) for index in range(prompts))
 
 
-def row(category: str, result: bench.Result, prompts: int) -> str:
+def row(category: str, result: Result, prompts: int) -> str:
     """One Markdown row."""
     single, summary = of_prompts(result, prompts), result.to_dict()
     spread = f"{single[0]:.2f} / {statistics.median(single):.2f} / {single[-1]:.2f}"
@@ -61,11 +62,11 @@ def row(category: str, result: bench.Result, prompts: int) -> str:
 
 def predicted(metrics: Metrics, row_cost: float) -> float:
     """The speed-up of a text by its passes alone, with a draft that costs nothing."""
-    narrow = metrics.num_target_passes - metrics.num_drafts
-    return metrics.num_tokens / (metrics.num_drafts * row_cost + narrow)
+    skip_empty_rounds = metrics.num_target_passes - metrics.num_drafts
+    return metrics.num_tokens / (metrics.num_drafts * row_cost + skip_empty_rounds)
 
 
-def counted(category: str, setting: bench.Drafting, metrics: list[Metrics], row_cost: float) -> str:
+def counted(category: str, setting: DraftConfig, metrics: list[Metrics], row_cost: float) -> str:
     """One Markdown row of the passes of some texts."""
     single = sorted(predicted(m, row_cost) for m in metrics)
     tokens, passes = sum(m.num_tokens for m in metrics), sum(m.num_target_passes for m in metrics)
@@ -107,12 +108,12 @@ def main() -> None:
     print(COUNTED if options.row_cost else HEAD)
     target = jspec.load(options.target, "float32")
     ks = [int(k) for k in options.num_speculative_tokens.split(",")]
-    settings = [bench.Drafting(draft, k) for draft in options.draft.split(",") for k in ks]
+    settings = [DraftConfig(draft, k) for draft in options.draft.split(",") for k in ks]
     for category in options.categories.split(","):
         prompts = [
             prompt
             for prompt in questions(options.file, category, options.num_prompts)
-            if len(text.encode_prompt(target.tokenizer, prompt)) <= options.max_prompt_tokens
+            if len(encode_prompt(target.tokenizer, prompt)) <= options.max_prompt_tokens
         ]
         if not prompts:
             raise SystemExit(
@@ -131,7 +132,7 @@ def main() -> None:
             print(counted(category, setting, metrics, options.row_cost), flush=True)
         if options.row_cost:
             continue
-        results = bench.bench(
+        results = bench(
             target, settings, prompts, max_new_tokens=options.max_new_tokens, repeats=options.repeats
         )
         for result in results[1:]:

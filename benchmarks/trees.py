@@ -1,7 +1,7 @@
 """What a tree costs beyond its model passes: ``python benchmarks/trees.py``.
 
 SmolLM2-135M, float32, one row, N = 32 nodes. The head is an EAGLE-1 head of the target's
-width with random weights: its passes cost what a trained one's do. So that the walk goes
+hidden size with random weights: its passes cost what a trained one's do. So that the walk goes
 down, the tokens of each node's first child are overwritten by the text that the target
 writes at temperature 0.
 
@@ -26,15 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jspec
-from jspec import decode, generation, shapes, tree
-from jspec.certify.tiny import random_params
-from jspec.models import eagle1
+from jspec import tree
 from jspec.models.decoder import FINAL
-from jspec.sampling import keys, policy
-from jspec.sampling.drafters import eagle
+from jspec.models.heads import Head, eagle1
+from jspec.models.layers import random_params
+from jspec.sampling import keys
+from jspec.sampling.drafters import eagle_dynamic, eagle_static
 from jspec.sampling.drafters.none import none
-from jspec.sampling.verify import token
-from jspec.types import Drafter, Head
+from jspec.types import Drafter, Tree
 
 PROMPT = "Write a long story about a dog that finds a golden key in the garden of an old castle."
 ROUNDS, NODES, DEPTH, TOPK = 8, 32, 5, 8
@@ -83,10 +82,8 @@ def passes(target: Any, model: Any, head: Head, params: Any, levels: list[int], 
                 mask = jnp.ones((1, count, earlier + count), bool)
                 place = jnp.zeros((1, count), jnp.int32)
                 tokens = jnp.broadcast_to(token[:, None], (1, count))
-                streams = jnp.broadcast_to(stream, (1, count, head.width))
-                hidden, stream, own = head.forward(
-                    params, own, tokens, streams, tree.Tree(place, place, mask)
-                )
+                streams = jnp.broadcast_to(stream, (1, count, head.hidden_size))
+                hidden, stream, own = head.forward(params, own, tokens, streams, Tree(place, place, mask))
                 return hidden, stream[:, :1], own
 
             hidden, stream, own = rows(DEPTH + 1, token, stream, own, 0)
@@ -99,7 +96,7 @@ def passes(target: Any, model: Any, head: Head, params: Any, levels: list[int], 
             token = keys.best(model.unembed(base, hidden))[:, 0]
             return (token, stream, (cache, own)), None
 
-        start = jnp.zeros((1,), jnp.int32), jnp.zeros((1, 1, head.width)), tuple(caches)
+        start = jnp.zeros((1,), jnp.int32), jnp.zeros((1, 1, head.hidden_size)), tuple(caches)
         return jax.lax.scan(one, start, None, length=ROUNDS)[0]
 
     def program() -> float:
@@ -111,13 +108,16 @@ def passes(target: Any, model: Any, head: Head, params: Any, levels: list[int], 
     return program
 
 
+def of_the_prompt(target: Any, decoder: jspec.Decoder, slots: int, temperature: float = 0.0, **sampling: Any):
+    """A request for 100 tokens; no token ends it."""
+    prompt, sampling = target.tokenizer(PROMPT)["input_ids"], {"temperature": temperature, **sampling}
+    return jspec.make_request(decoder, [prompt], key=[1], max_new_tokens=100, min_slots=slots, **sampling)
+
+
 def loop(target: Any, model: Any, drafter: Drafter, params: Any, slots: int, settings: dict) -> Callable:
     """Seconds of a round, and tokens that it writes."""
-    decoder = decode.make_decoder(model, drafter, token)
-    prompt = target.tokenizer(PROMPT)["input_ids"]
-    rows = policy.make(1, model.vocab_size, **{"temperature": 0.0, **settings})
-    request = generation.lay_out(target, decoder, [prompt], rows, 100, keys.row_keys([1], 1), slots)
-    request = request._replace(stop=jnp.full((1, 1), -1))
+    decoder = jspec.make_decoder(model, drafter)
+    request = of_the_prompt(target, decoder, slots, **settings)
 
     def program() -> tuple[float, float]:
         state = jax.block_until_ready(decoder.init(target.params, params, request))
@@ -133,11 +133,8 @@ def loop(target: Any, model: Any, drafter: Drafter, params: Any, slots: int, set
 
 def continuation(target: Any, slots: int) -> Any:
     """The prompt and what the target writes after it at temperature 0."""
-    decoder = decode.make_decoder(target.model, none(), token)
-    prompt = target.tokenizer(PROMPT)["input_ids"]
-    rows = policy.greedy(1, target.model.vocab_size)
-    request = generation.lay_out(target, decoder, [prompt], rows, 100, keys.row_keys([1], 1), slots)
-    request = request._replace(stop=jnp.full((1, 1), -1))
+    decoder = jspec.make_decoder(target.model, none())
+    request = of_the_prompt(target, decoder, slots)
     return decoder.run(target.params, None, decoder.init(target.params, None, request)).tokens[0]
 
 
@@ -151,16 +148,16 @@ def main() -> None:
     options = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, jax {jax.__version__}")
     target = jspec.load("smollm2", "float32")
-    model = target.checkpoint.family.make(target.checkpoint.config, taps=(FINAL,))
+    model = target.checkpoint.family.make(target.checkpoint.config, feature_layers=(FINAL,))
     head, params = random_head(target)
     text, vocab = continuation(target, options.slots), model.vocab_size
-    shape = shapes.likeliest(NODES - 1, DEPTH, TOPK)
+    shape = tree.likeliest(NODES - 1, DEPTH, TOPK)
     inner = [len(shape.inner(level)) for level in range(1, shape.depth)]
     trees = {
-        "static, best": (eagle.fixed(head, shape, vocab_size=vocab, drawn=False), inner),
-        "static, drawn": (eagle.fixed(head, shape, vocab_size=vocab), inner),
+        "static, best": (eagle_static(head, shape, vocab_size=vocab, drawn=False), inner),
+        "static, drawn": (eagle_static(head, shape, vocab_size=vocab), inner),
         "dynamic": (
-            eagle.best_first(head, size=NODES - 1, depth=DEPTH, topk=TOPK, vocab_size=vocab),
+            eagle_dynamic(head, size=NODES - 1, depth=DEPTH, topk=TOPK, vocab_size=vocab),
             [TOPK] * (DEPTH - 1),
         ),
     }

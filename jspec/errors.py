@@ -23,3 +23,14 @@ def optional(module: str, extra: str = "hf") -> ModuleType:
         if not f"{module}.".startswith(f"{error.name}."):
             raise
         raise JspecError(f"the package {module!r} is not installed: pip install 'jspec[{extra}]'") from None
+
+
+def positive(name: str, value: int) -> int:
+    """The value, if it is a whole number of at least 1; else `JspecError`.
+
+    >>> positive("chunk", 8)
+    8
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise JspecError(f"{name} = {value!r} should be a whole number of at least 1")
+    return value

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from jspec.errors import CannotWrite, JspecError
 
 LISTED = 20  # names of one kind that an error spells out
+POINTER = b"version https://git-lfs.github.com/spec/"  # how a git-lfs pointer begins
 
 
 @contextmanager
@@ -44,16 +45,31 @@ def refuse_taken(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; `JspecError` names the file if it is absent or something else."""
+    """Read a JSON object from a file; `JspecError` names the file if it is absent or something else.
+
+    >>> read_json(Path("no such file"))
+    Traceback (most recent call last):
+    jspec.errors.JspecError: cannot read no such file: No such file or directory
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        refuse_pointer(path)
+        value = json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark before it
     except OSError as error:
         raise JspecError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or not JSON
+    except JspecError:
+        raise
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or absurdly deep
         raise JspecError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise JspecError(f"{path} should hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise `JspecError` for a file in whose place git has left the few lines that stand for it."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise JspecError(f"{path} is a git-lfs pointer, not the file itself: run git lfs pull")
 
 
 def listed(names: list[str]) -> str:

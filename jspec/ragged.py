@@ -20,3 +20,13 @@ def append(
     values = jnp.take_along_axis(new, jnp.clip(offset, 0, new.shape[1] - 1), axis=1)
     fresh = (offset >= 0) & (offset < count[:, None])
     return jnp.where(fresh, values.astype(buffer.dtype), buffer)
+
+
+def last(values: Shaped[Array, "B T *rest"], count: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
+    """The last of each row's first ``count`` values; where there is none, the first slot's.
+
+    >>> last(jnp.array([[7, 8, 9], [4, 5, 6]]), jnp.array([2, 0])).tolist()
+    [8, 4]
+    """
+    index = jnp.maximum(count - 1, 0).reshape(-1, *(1,) * (values.ndim - 1))
+    return jnp.take_along_axis(values, index, axis=1)[:, 0]

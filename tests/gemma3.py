@@ -41,7 +41,7 @@ _kept: list[tempfile.TemporaryDirectory] = []
 
 def tokens(text: str) -> list[int]:
     """Ids of a text by the longest match: near enough to the tokenizer's for comparing logits."""
-    from jspec.gguf import GgufFile
+    from jspec.weights.gguf import GgufFile
 
     vocabulary = {t: i for i, t in enumerate(GgufFile(gguf_file()).metadata["tokenizer.ggml.tokens"])}
     text, ids, start = text.replace(" ", "▁"), [2], 0

@@ -8,38 +8,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import cache as kv
 from jspec import tree
-from jspec.certify.tiny import random_params
+from jspec.cache import dense
 from jspec.models import decoder, llama, table
-from jspec.models.layers import Rope
+from jspec.models.layers import random_params
+from jspec.models.rope import Rope
 from jspec.sampling import keys, policy
 from jspec.sampling.walk import verify
 from jspec.types import Context, Drafter, Emitted, Model, Proposal, Request
 
 VOCAB = 32
 CONFIG = llama.Config(
-    vocab_size=VOCAB, width=24, mlp_width=32, layers=2, heads=4, kv_heads=2, channels=8, max_length=160
+    vocab_size=VOCAB,
+    hidden_size=24,
+    intermediate_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    context_length=160,
 )
 
 
 @functools.cache
 def tiny_llama(
-    seed: int = 0, max_length: int = CONFIG.max_length, taps: tuple[int, ...] = ()
+    seed: int = 0, context_length: int = CONFIG.context_length, feature_layers: tuple[int, ...] = ()
 ) -> tuple[Model, dict]:
     """A transformer small enough to compile in a second, whose texts do not settle at once."""
-    config = CONFIG.__class__(**{**CONFIG.__dict__, "max_length": max_length})
-    return llama.make(config, taps=taps), random_params(llama.weights(config), seed)
+    config = CONFIG.__class__(**{**CONFIG.__dict__, "context_length": context_length})
+    return llama.make(config, feature_layers=feature_layers), random_params(llama.weights(config), seed)
 
 
 @functools.cache
 def tiny_windowed(
-    seed: int = 0, max_length: int = CONFIG.max_length, taps: tuple[int, ...] = ()
+    seed: int = 0, context_length: int = CONFIG.context_length, feature_layers: tuple[int, ...] = ()
 ) -> tuple[Model, dict]:
     """One layer that sees 5 positions and one that sees all: windows shorter than most prompts."""
-    changes = dict(max_length=max_length, windows=(5, None), window_rope=Rope(theta=100.0))
+    changes = dict(context_length=context_length, windows=(5, None), window_rope=Rope(theta=100.0))
     config = CONFIG.__class__(**{**CONFIG.__dict__, **changes})
-    return decoder.make(config, taps=taps), random_params(decoder.weights(config), seed)
+    return decoder.make(config, feature_layers=feature_layers), random_params(decoder.weights(config), seed)
 
 
 TINY = {"llama": tiny_llama, "windowed": tiny_windowed}
@@ -47,7 +54,7 @@ TINY = {"llama": tiny_llama, "windowed": tiny_windowed}
 
 @functools.cache
 def random_table(seed: int = 0, vocab: int = 7, order: int = 2) -> tuple[Model, jax.Array]:
-    """A random law over the last ``order`` tokens."""
+    """A random distribution over the last ``order`` tokens."""
     shape = (vocab + 1,) * order + (vocab,)
     return table.make(vocab, order), jax.random.normal(jax.random.key(seed), shape)
 
@@ -70,7 +77,7 @@ def _score(model: Model, slots: int):
 def greedy_text(model: Model, params, prompt, limit: int, stop=(), slots: int = 256) -> list[int]:
     """Plain greedy decoding without a cache: the whole text is run again for every token."""
     text = list(prompt)
-    while len(text) < min(limit, model.max_length):
+    while len(text) < min(limit, model.context_length):
         padded = jnp.zeros((slots,), jnp.int32).at[: len(text)].set(jnp.asarray(text))
         text.append(int(_score(model, slots)(params, padded, len(text)).argmax()))
         if text[-1] in stop:
@@ -78,12 +85,12 @@ def greedy_text(model: Model, params, prompt, limit: int, stop=(), slots: int = 
     return text
 
 
-def request(model: Model, prompts, slots: int, limits, stops=(), seeds=None, width: int = 2, **sampling):
+def request(model: Model, prompts, slots: int, limits, stops=(), seeds=None, stop_width: int = 2, **sampling):
     """Ragged prompts as a `Request`; greedy unless settings of the policy are given."""
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    stop = np.full((len(prompts), width), -1, np.int32)
+    stop = np.full((len(prompts), stop_width), -1, np.int32)
     for row, ids in zip(stop, stops, strict=False):
         row[: len(ids)] = ids
     rows = policy.make(len(prompts), model.vocab_size, **{"temperature": 0.0, **sampling})
@@ -127,7 +134,7 @@ def assert_cache_is_prefill(model: Model, params, state, window: int = 5) -> Non
     length = np.asarray(state.cache.length)
     empty = model.init_cache(batch, slots)
     _, _, fresh = jax.jit(model.forward)(params, empty, state.tokens, tree.chain(batch, slots))
-    if isinstance(fresh, kv.Cache):
+    if isinstance(fresh, dense.Cache):
         for got, want in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(fresh.layers), strict=True):
             # a ring holds the newest entries, of which the next pass sees the last window - 1
             size, seen = got.shape[2], slots if got.shape[2] == slots else window - 1
@@ -141,13 +148,13 @@ def assert_cache_is_prefill(model: Model, params, state, window: int = 5) -> Non
             np.testing.assert_array_equal(state.cache.tokens[row, :n], fresh.tokens[row, :n])
 
 
-def judge(rule, key, position, proposal, law, depth: int):
-    """`jspec.sampling.walk.verify` of laws that are there already, [B, N, V]."""
+def judge(verifier, key, position, proposal, probs, depth: int):
+    """`jspec.sampling.walk.verify` of distributions that are there already, [B, N, V]."""
 
     def rows(node):
-        return law if node is None else law[jnp.arange(len(node)), node][:, None]
+        return probs if node is None else probs[jnp.arange(len(node)), node][:, None]
 
-    return verify(rule, key, position, proposal, rows, depth)
+    return verify(verifier, key, position, proposal, rows, depth)
 
 
 def next_token(verdict):

@@ -18,14 +18,14 @@ class Slow:
     state: dict[str, Any]
     heads: int
     kv_heads: int
-    channels: int
+    head_dim: int
     roots: tuple[str, ...]  # how the names of each layer begin
     theta: float = 10000.0
     factor: float = 1.0  # linear RoPE scaling
     eps: float = 1e-6
     fc: str | None = "fc"
-    taps: int = 3
-    before_fc: str | None = None  # one norm of all, or one for each tap
+    feature_layers: int = 3
+    before_fc: str | None = None  # one norm of all, or one for each feature layer
     norm: str | None = "norm"
     before_residual: bool = False
     recycle_normed: bool = False
@@ -44,8 +44,8 @@ class Slow:
         return self.rms(name, x) if f"{name}.weight" in self.state else x
 
     def turn(self, x):
-        """RoPE of [T, heads, channels]."""
-        half = self.channels // 2
+        """RoPE of [T, heads, head_dim]."""
+        half = self.head_dim // 2
         angle = np.arange(len(x))[:, None] / self.factor * self.theta ** -(np.arange(half) / half)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         a, b = x[..., :half], x[..., half:]
@@ -53,13 +53,13 @@ class Slow:
 
     def attention(self, root, x):
         def split(name, count):
-            return self.map(f"{root}.self_attn.{name}_proj", x).reshape(len(x), count, self.channels)
+            return self.map(f"{root}.self_attn.{name}_proj", x).reshape(len(x), count, self.head_dim)
 
         q = self.turn(self.maybe_rms(f"{root}.self_attn.q_norm", split("q", self.heads)))
         k = self.turn(self.maybe_rms(f"{root}.self_attn.k_norm", split("k", self.kv_heads)))
         v = split("v", self.kv_heads)
         group = self.heads // self.kv_heads
-        scores = np.einsum("qhc,khc->hqk", q, k.repeat(group, 1)) / np.sqrt(self.channels)
+        scores = np.einsum("qhc,khc->hqk", q, k.repeat(group, 1)) / np.sqrt(self.head_dim)
         scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
@@ -78,7 +78,7 @@ class Slow:
         if self.before_fc == "input_norm":
             features = self.rms("input_norm", features)
         if self.before_fc == "fc_norm":
-            slices = np.split(features, self.taps, axis=-1)
+            slices = np.split(features, self.feature_layers, axis=-1)
             features = np.concatenate([self.rms(f"fc_norm.{i}", x) for i, x in enumerate(slices)], axis=-1)
         return self.map(self.fc, features) if self.fc else features
 
@@ -116,27 +116,29 @@ class Slow:
         return np.concatenate(logits), drafts
 
 
-def layer_state(rng, root, width, mlp, heads, kv_heads, channels, attended=None, biases="", norms=False):
+def layer_state(
+    rng, root, hidden_size, mlp, heads, kv_heads, head_dim, attended=None, biases="", norms=False
+):
     """Random tensors of a layer, without the norms before its attention."""
-    attn, attended = f"{root}.self_attn", attended or width
+    attn, attended = f"{root}.self_attn", attended or hidden_size
     sizes = {
-        f"{attn}.q_proj": (heads * channels, attended),
-        f"{attn}.k_proj": (kv_heads * channels, attended),
-        f"{attn}.v_proj": (kv_heads * channels, attended),
-        f"{attn}.o_proj": (width, heads * channels),
-        f"{root}.mlp.gate_proj": (mlp, width),
-        f"{root}.mlp.up_proj": (mlp, width),
-        f"{root}.mlp.down_proj": (width, mlp),
+        f"{attn}.q_proj": (heads * head_dim, attended),
+        f"{attn}.k_proj": (kv_heads * head_dim, attended),
+        f"{attn}.v_proj": (kv_heads * head_dim, attended),
+        f"{attn}.o_proj": (hidden_size, heads * head_dim),
+        f"{root}.mlp.gate_proj": (mlp, hidden_size),
+        f"{root}.mlp.up_proj": (mlp, hidden_size),
+        f"{root}.mlp.down_proj": (hidden_size, mlp),
     }
     state = {f"{name}.weight": 2 * rng.normal(size=size) / np.sqrt(size[1]) for name, size in sizes.items()}
     for name, size in sizes.items():
         if name.rsplit(".", 1)[1].removesuffix("_proj") in biases:
             state[f"{name}.bias"] = rng.normal(size=size[0])
-    state |= norm_state(rng, f"{root}.post_attention_layernorm", width)
+    state |= norm_state(rng, f"{root}.post_attention_layernorm", hidden_size)
     if norms:
-        state |= norm_state(rng, f"{attn}.q_norm", channels) | norm_state(rng, f"{attn}.k_norm", channels)
+        state |= norm_state(rng, f"{attn}.q_norm", head_dim) | norm_state(rng, f"{attn}.k_norm", head_dim)
     return state
 
 
-def norm_state(rng, name, width):
-    return {f"{name}.weight": 1 + 0.3 * rng.normal(size=width)}
+def norm_state(rng, name, hidden_size):
+    return {f"{name}.weight": 1 + 0.3 * rng.normal(size=hidden_size)}

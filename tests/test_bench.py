@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from jspec import bench as measure
-from jspec import targets
-from jspec.bench import Result
-from jspec.drafts import Drafting
+from jspec.bench.measure import Result, bench
+from jspec.sampling.drafters.config import DraftConfig
+from jspec.serve.target import load
 from tests import tiny
 
 
@@ -17,18 +16,22 @@ def folder(tmp_path_factory):
 
 
 def test_the_prediction_is_the_sum_of_the_passes():
-    always = Result(Drafting("self:1", 3), plain_passes=100, passes=40, wide=40, row_cost=1.5, draft_cost=0.5)
+    always = Result(
+        DraftConfig("self:1", 3), plain_passes=100, passes=40, wide=40, row_cost=1.5, draft_cost=0.5
+    )
     always.draft_step = 0.1
     assert always.predicted == pytest.approx(100 / (40 * 1.5 + 40 * 0.5))
-    seldom = Result(Drafting("ngram", 3), plain_passes=100, passes=80, wide=10, row_cost=1.5, draft_cost=0.01)
+    seldom = Result(
+        DraftConfig("ngram", 3), plain_passes=100, passes=80, wide=10, row_cost=1.5, draft_cost=0.01
+    )
     assert seldom.predicted == pytest.approx(100 / (10 * 1.5 + 70 + 80 * 0.01))
 
 
 def test_counts_are_those_of_the_generations(folder):
-    target = targets.load(folder)
+    target = load(folder)
     prompts = ["the cat, the cat", "abc"]
-    settings = [Drafting("ngram", 2), Drafting("self:1", 2)]
-    results = measure.bench(target, settings, prompts, max_new_tokens=12, repeats=2)
+    settings = [DraftConfig("ngram", 2), DraftConfig("self:1", 2)]
+    results = bench(target, settings, prompts, max_new_tokens=12, repeats=2)
     plain, ngram, own = [result.to_dict() for result in results]
     assert [r.setting.draft for r in results] == ["none", "ngram", "self:1"]
     assert plain["accept_length_bonus_counted"] == 1.0 and plain["acceptance_per_position"] == []

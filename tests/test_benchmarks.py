@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import bench
-from jspec.metrics import Metrics
+from jspec.bench.measure import Result
+from jspec.sampling.drafters import DraftConfig
+from jspec.serve.metrics import Metrics
 from tests import tiny
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
@@ -44,19 +45,19 @@ def test_the_handwritten_decoder_writes_the_same_text(script, tmp_path, fused):
 
 def test_expected_accept_lengths(script):
     accept = script("accept_length")
-    p, q = accept.laws(0.7)
+    p, q = accept.distributions(0.7)
     assert np.minimum(p, q).sum() == pytest.approx(0.7) and q.sum() == pytest.approx(1)
     assert accept.expected("token", p, q, 3) == pytest.approx((1 - 0.7**4) / 0.3)
-    for rule in ("block", "coupled"):  # one draft: block is token, coupled is no better
-        assert accept.expected(rule, p, q, 1) <= 1.7 + 1e-9
+    for verifier in ("block", "coupled"):  # one draft: block is token, coupled is no better
+        assert accept.expected(verifier, p, q, 1) <= 1.7 + 1e-9
     assert accept.expected("block", p, q, 1) == pytest.approx(1.7)
     assert accept.expected("block", p, q, 4) > accept.expected("token", p, q, 4)
     assert accept.expected("coupled", p, p, 4) == pytest.approx(5)
 
 
-def test_the_loop_meets_the_law(script):
+def test_the_loop_meets_the_distribution(script):
     accept = script("accept_length")
-    p, q = accept.laws(0.8)
+    p, q = accept.distributions(0.8)
     mean, tokens = accept.measure("token", p, q, 2, tokens=20_000, rows=256)
     assert tokens >= 20_000 * 0.95
     assert mean == pytest.approx(accept.expected("token", p, q, 2), rel=0.03)
@@ -77,16 +78,14 @@ def test_spec_bench_reads_and_reports(script, tmp_path):
     assert spec_bench.questions(tmp_path / "q.jsonl", "rag", 3) == ["question 0", "question 2", "question 4"]
     with pytest.raises(SystemExit, match="it has rag, x"):
         spec_bench.questions(tmp_path / "q.jsonl", "prose", 3)
-    result = bench.Result(
-        bench.Drafting("ngram", 4), ratios=[1.0, 2.5, 1.2, 2.1], seconds=1.0, plain_seconds=2.0
-    )
+    result = Result(DraftConfig("ngram", 4), ratios=[1.0, 2.5, 1.2, 2.1], seconds=1.0, plain_seconds=2.0)
     result.tokens, result.row_passes, result.passes, result.wide, result.plain_passes = 30, 20, 20, 5, 30
     result.tokens_per_second, result.accepted, result.proposed = [1.0], [3], [5]
     assert spec_bench.of_prompts(result, 2) == pytest.approx([1.1, 2.3])
     assert "| 1.10 / 1.70 / 2.30 | 1 | 0 | 1.50 |" in spec_bench.row("rag", result, 2)
     metrics = [Metrics(9, 20, 20, 0, 0, 0), Metrics(9, 30, 10, 10, 40, 20)]
     assert spec_bench.predicted(metrics[1], 1.5) == pytest.approx(2.0)
-    row = spec_bench.counted("rag", bench.Drafting("ngram", 4), metrics, 1.5)
+    row = spec_bench.counted("rag", DraftConfig("ngram", 4), metrics, 1.5)
     assert "| 1.43 | 1.00 / 1.50 / 2.00 | 1 | 0 | 1.67 | 33% |" in row
 
 

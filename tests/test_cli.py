@@ -1,10 +1,10 @@
-"""The command: text on stdout, truth on stderr, one line and a code for every mistake."""
+"""The command: text on stdout, a summary on stderr, one line and a code for every mistake."""
 
 import json
 
 import pytest
 
-from jspec import generation
+from jspec.serve.generate import generate
 from tests import tiny
 
 
@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 def test_generate_streams_the_text_and_then_the_truth(jspec, folder):
     code, out, err = jspec("generate", "--target", folder, "--prompt", "the cat, the", "--max-new-tokens", 24)
-    expected = generation.generate("the cat, the", target=folder, max_new_tokens=24)
+    expected = generate("the cat, the", target=folder, max_new_tokens=24)
     assert code == 0 and out == expected.text + "\n"
     line = err.splitlines()[0]
     assert line.startswith(f"24 tokens in {expected.metrics.num_target_passes} target passes | accept length")
@@ -46,13 +46,13 @@ def test_generate_as_json_is_one_object(jspec, folder, tmp_path):
 
 
 def test_stop_strings_and_raw_reach_the_loop(jspec, folder):
-    free = generation.generate("abc", target=folder, max_new_tokens=24, raw=True).text
+    free = generate("abc", target=folder, max_new_tokens=24, raw=True).text
     options = ("--target", folder, "--raw", "--max-new-tokens", 24, "--stop", free[7:10], "--stop", "never")
     code, out, _ = jspec("generate", "--prompt", "abc", *options)
     assert code == 0 and out == free.split(free[7:10])[0] + "\n"
 
 
-def test_sampling_options_reach_the_law(jspec, folder):
+def test_sampling_options_reach_the_distribution(jspec, folder):
     """A seed repeats itself, another does not; logprobs; a draft model; a ban that a bias writes."""
     options = ("--target", folder, "--prompt", "abc", "--max-new-tokens", 24, "--json", "--temperature", 1.5)
     texts = []

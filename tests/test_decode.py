@@ -8,21 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import cache as kv
-from jspec import decode, stream, tree
+from jspec import decode, rounds, tree
+from jspec.cache import dense
 from jspec.sampling.drafters.ngram import ngram
 from jspec.sampling.drafters.none import none
-from jspec.sampling.verify import Verifier, greedy
-from jspec.types import ERROR, LENGTH, STOP, Model, Proposal
+from jspec.sampling.verifiers import greedy
+from jspec.serve import stream as host_loop
+from jspec.serve.stream import Clock, fetch, stream
+from jspec.types import ERROR, LENGTH, STOP, Model, Proposal, Verifier
 from tests import oracle
+
+slow = pytest.mark.slow
 
 SLOTS = 128
 
 
 @functools.cache
-def perfect(prompt, limit, k, spoil=None, max_length=160):
+def perfect(prompt, limit, k, spoil=None, context_length=160):
     """A decoder on the tiny Llama whose drafter knows the text, with every ``spoil``-th token wrong."""
-    model, params = oracle.tiny_llama(max_length=max_length)
+    model, params = oracle.tiny_llama(context_length=context_length)
     text = oracle.greedy_text(model, params, prompt, limit)
     script = np.array(text + [0] * (SLOTS - len(text)))
     if spoil:
@@ -44,7 +48,7 @@ def test_a_perfect_draft_gives_k_plus_one_tokens_a_pass():
     assert state.stats.accepted.tolist() == [[12] * 4]
 
 
-@pytest.mark.parametrize("spoil", [2, 3, 5])
+@pytest.mark.parametrize("spoil", [3, pytest.param(2, marks=slow), pytest.param(5, marks=slow)])
 def test_wrong_drafts_change_nothing_but_the_speed(spoil):
     decoder, params, text = perfect((1, 2, 3), 63, 4, spoil)
     state = decoder.run(params, None, start(decoder, params, [[1, 2, 3]], [63]))
@@ -76,12 +80,12 @@ def test_nothing_is_emitted_or_counted_after_a_stop_token():
 
 def test_counting_past_a_stop_token_is_seen(monkeypatch):
     """Mutant: the drafts that were accepted behind the stop token are counted."""
-    depths = decode._depths
+    depths = rounds._depths
 
     def uncut(proposal, verdict, count, depth):
         return depths(proposal, verdict, verdict.accepted + verdict.ok, depth)
 
-    monkeypatch.setattr(decode, "_depths", uncut)
+    monkeypatch.setattr(rounds, "_depths", uncut)
     perfect.cache_clear()
     state, emitted = stopped_inside_a_round()
     perfect.cache_clear()
@@ -90,10 +94,10 @@ def test_counting_past_a_stop_token_is_seen(monkeypatch):
 
 def test_the_context_ends_at_its_last_position():
     """Neither emitted tokens nor proposals go past the end, whatever the limit says."""
-    decoder, params, text = perfect((1, 2, 3), 500, 4, max_length=20)
+    decoder, params, text = perfect((1, 2, 3), 500, 4, context_length=20)
     state = start(decoder, params, [[1, 2, 3]], [500])
     proposed = []
-    for state, info in stream.stream(decoder, params, None, state):
+    for state, info in stream(decoder, params, None, state):
         proposed.append(int(info.proposed[0]))
     assert len(text) == 20 and oracle.texts(state) == [text]
     assert state.finish.tolist() == [LENGTH]
@@ -101,7 +105,7 @@ def test_the_context_ends_at_its_last_position():
 
 
 def test_a_prompt_that_fills_the_context_or_its_limit_writes_nothing():
-    decoder, params, _ = perfect((1, 2, 3), 500, 4, max_length=20)
+    decoder, params, _ = perfect((1, 2, 3), 500, 4, context_length=20)
     prompts = [list(range(20)), [1, 2, 3]]
     state = decoder.run(params, None, start(decoder, params, prompts, [500, 3]))
     assert oracle.texts(state) == prompts
@@ -114,10 +118,10 @@ def test_run_is_stream_with_and_without_a_clock(drafter):
     decoder = decode.make_decoder(model, drafter, greedy, chunk=8)
     prompts, limits = [[1], [4, 9, 2] * 5], [30, 40]
     ran = decoder.run(params, None, start(decoder, params, prompts, limits))
-    for clock in (None, stream.Clock()):
+    for clock in (None, Clock()):
         rows, state = [list(p) for p in prompts], start(decoder, params, prompts, limits)
         accepted = np.zeros(2, int)
-        for state, info in stream.stream(decoder, params, None, state, clock):
+        for state, info in stream(decoder, params, None, state, clock):
             accepted += info.accepted
             for row, tokens, count in zip(rows, info.tokens, info.count, strict=True):
                 row += tokens[:count].tolist()
@@ -144,8 +148,18 @@ def test_a_saved_state_resumes_with_the_same_text(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed.stats, whole.stats))
 
 
-@pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("make", [*oracle.TINY.values(), oracle.random_table], ids=[*oracle.TINY, "table"])
+MODELS = {**oracle.TINY, "table": oracle.random_table}
+
+
+@pytest.mark.parametrize(
+    ("make", "branching"),
+    [
+        pytest.param(MODELS[name], branching, id=f"{name}-{'tree' if branching else 'chain'}", marks=marks)
+        for name, branching, marks in (
+            ("llama", True, ()), ("windowed", False, ()), ("llama", False, slow), ("windowed", True, slow),
+            ("table", False, slow), ("table", True, slow))
+    ],
+)  # fmt: skip
 def test_cache_after_random_rounds_is_a_fresh_prefill(make, branching):
     """Drafts accepted to every length, in chains and in trees, leave no trace of the refused ones."""
     model, params = make()
@@ -176,7 +190,7 @@ def test_cache_after_random_rounds_is_a_fresh_prefill(make, branching):
         assert text == full[: len(text)] and len(text) > 15
 
 
-def test_a_law_that_is_no_law_ends_its_row_and_no_other():
+def test_a_distribution_that_is_no_distribution_ends_its_row_and_no_other():
     model, params = oracle.cycle_table(5)
     params = params.at[3].set(jnp.nan)  # what follows a 3 is undefined
     decoder = decode.make_decoder(model, oracle.scripted(np.arange(SLOTS)[None] % 5, 4), greedy, chunk=8)
@@ -187,7 +201,7 @@ def test_a_law_that_is_no_law_ends_its_row_and_no_other():
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf])
-def test_infinite_and_empty_laws_are_errors_too(bad):
+def test_infinite_and_empty_distributions_are_errors_too(bad):
     model, params = oracle.cycle_table(5)
     decoder = decode.make_decoder(model, none(), greedy)
     state = start(decoder, params.at[1].set(bad), [[0]], [30], (), model)
@@ -204,17 +218,17 @@ def test_one_program_serves_all_requests_of_a_shape():
         decoder.run(params, None, start(decoder, params, prompts, limits, stops))
         doubled = jax.tree.map(lambda x: 2 * x, params)
         decoder.run(doubled, None, start(decoder, doubled, prompts, limits, stops))
-    assert decoder.init._cache_size() == decoder.run._cache_size() == 1
+    assert decoder.run._cache_size() == 1
 
 
 def test_a_generation_reads_the_device_once():
     model, params = oracle.tiny_llama()
     decoder = decode.make_decoder(model, ngram(3), greedy, chunk=8)
-    before = stream.host_reads
+    before = host_loop.host_reads
     state = decoder.run(params, None, start(decoder, params, [[1, 2]], [40]))
-    assert stream.host_reads == before
-    stream.fetch((state.tokens, state.length, state.finish, state.stats))
-    assert stream.host_reads == before + 1
+    assert host_loop.host_reads == before
+    fetch((state.tokens, state.length, state.finish, state.stats))
+    assert host_loop.host_reads == before + 1
 
 
 def test_a_round_without_a_proposal_costs_a_one_row_pass():
@@ -258,9 +272,16 @@ def cache_copies(decoder, params, state) -> int:
     return count
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("drafter", [none(), ngram(4)], ids=["none", "ngram"])
-@pytest.mark.parametrize("tiny", oracle.TINY.values(), ids=oracle.TINY)
+@pytest.mark.parametrize(
+    ("tiny", "drafter", "batch"),
+    [
+        pytest.param(oracle.TINY[name], drafter, batch, id=f"{name}-{drafter.nodes}-{batch}", marks=marks)
+        for name, drafter, batch, marks in (
+            ("llama", ngram(4), 3, ()), ("windowed", ngram(4), 1, ()), ("llama", none(), 1, ()),
+            ("llama", ngram(4), 1, slow), ("llama", none(), 3, slow), ("windowed", ngram(4), 3, slow),
+            ("windowed", none(), 1, slow), ("windowed", none(), 3, slow))
+    ],
+)  # fmt: skip
 def test_the_compiled_loop_copies_no_cache(tiny, drafter, batch):
     model, params = tiny()
     decoder = decode.make_decoder(model, drafter, greedy, chunk=8)
@@ -279,18 +300,18 @@ def test_the_copy_count_sees_a_copy(monkeypatch):
 
         return jax.vmap(one)(buffer, rows, start)
 
-    monkeypatch.setattr(kv, "_put", put)
+    monkeypatch.setattr(dense, "_put", put)
     model, params = oracle.tiny_llama()
     decoder = decode.make_decoder(model, none(), greedy, chunk=8)
     assert cache_copies(decoder, params, start(decoder, params, [[1, 2]], [40])) > 0
 
 
 MUTANTS = {
-    "accepts everything": Verifier("", lambda prop, law: jnp.ones(law.shape[0]), greedy.residual),
+    "accepts everything": Verifier("", lambda prop, probs: jnp.ones(probs.shape[0]), greedy.residual),
     "looks at its own row": Verifier(
-        "", lambda prop, law: (prop.tokens == law.argmax(-1)).astype(law.dtype), greedy.residual
+        "", lambda prop, probs: (prop.tokens == probs.argmax(-1)).astype(probs.dtype), greedy.residual
     ),
-    "continues from the root": Verifier("", greedy.accept, lambda prop, law, node: law[0]),
+    "continues from the root": Verifier("", greedy.accept, lambda prop, probs, node: probs[0]),
 }
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, decode, tree
+from jspec import decode, tree
 from jspec.sampling.drafters.ngram import ngram
 from jspec.sampling.drafters.none import none
-from jspec.sampling.verify import greedy
+from jspec.sampling.verifiers import greedy
+from jspec.weights.load import load_checkpoint
 from tests import gemma3, oracle
 
 pytestmark = [
@@ -23,7 +24,7 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module")
 def loaded():
-    return checkpoint.load(gemma3.gguf_file())
+    return load_checkpoint(gemma3.gguf_file())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Sampling with the embedded default on real prompts: the coupled rule's promise, log-probabilities."""
+"""Sampling with the embedded default on real prompts: the coupled verifier's promise, log-probabilities."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def coupled(target):
-    """Four prompts with a seed each, decoded plainly under the coupled rule."""
+    """Four prompts with a seed each, decoded plainly under the coupled verifier."""
     prompts = [row["prompt"] for row in ROWS[16:20]]
     results = jspec.generate(prompts, target=target, draft="none", seed=[1, 2, 3, 4], **SAMPLING)
     return prompts, [result.tokens for result in results]

@@ -7,9 +7,10 @@ import pytest
 
 from jspec import tree
 from jspec.sampling import keys
-from jspec.sampling.verify import Verifier
-from jspec.types import Proposal, Tree
+from jspec.types import Proposal, Tree, Verifier
 from tests import oracle
+
+pytestmark = pytest.mark.quick
 
 
 def slow_walk(parent, passed):
@@ -26,7 +27,7 @@ def random_parents(rng, nodes):
 
 
 ODD = Verifier(
-    "odd", lambda star, law: star.tokens % 2 * 1.0, lambda star, law, node: law[node], random=False
+    "odd", lambda star, probs: star.tokens % 2 * 1.0, lambda star, probs, node: probs[node], random=False
 )
 
 
@@ -34,9 +35,9 @@ def walked(layout, passed, depth):
     """Path and accepted drafts where the nodes that pass have odd tokens."""
     batch, nodes = passed.shape
     proposal = Proposal(jnp.array(passed, jnp.int32), layout, jnp.full(batch, nodes))
-    law = jnp.zeros((batch, nodes, 3))
+    probs = jnp.zeros((batch, nodes, 3))
     found = jax.jit(oracle.judge, static_argnums=(0, 5))(
-        ODD, keys.row_keys(range(batch), batch), jnp.zeros(batch, jnp.int32), proposal, law, depth
+        ODD, keys.row_keys(range(batch), batch), jnp.zeros(batch, jnp.int32), proposal, probs, depth
     )
     return found.path, found.accepted
 

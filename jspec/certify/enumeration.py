@@ -1,15 +1,15 @@
-"""The exact output law of a verification rule, by summing over every draft and every outcome.
+"""The exact output distribution of a verifier, by summing over every draft and every outcome.
 
 A round emits a block of random length; it is extended to a fixed length by drawing from
-the target. The rule is lossless iff the law of the result is the target's.
+the target. The verifier is lossless iff the distribution of the result is the target's.
 
-* A target is a function from the tokens emitted so far (a tuple) to a law, float64 [V].
+* A target is a function from the tokens emitted so far (a tuple) to a distribution, float64 [V].
 * A drafter is a list of all `Draft`s that it may make and their probabilities:
   `sampled_chains` and `point_chain` build such lists, but any list will do, trees too.
   All drafts of a list have one shape, and all of them a q or none.
 
-`output` sums; `jspec.sampling.verify.plan`, run in float64 on all drafts at once,
-decides. Laws are arrays of shape [V] * length.
+`output` sums; `jspec.sampling.verifiers.outcomes`, run in float64 on all drafts at once,
+decides. Distributions are arrays of shape [V] * length.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import tree
-from jspec.sampling.verify import Plan, Verifier, plan
-from jspec.types import Proposal, Tree
+from jspec.sampling.verifiers import Outcomes, outcomes
+from jspec.types import Proposal, Tree, Verifier
 
-Law = Callable[[tuple[int, ...]], np.ndarray]
+Distribution = Callable[[tuple[int, ...]], np.ndarray]
 
 
 class Draft(NamedTuple):
@@ -35,38 +35,40 @@ class Draft(NamedTuple):
     tokens: tuple[int, ...]  # of the nodes; the root's is not looked at
     parent: tuple[int, ...]
     count: int  # type: ignore[assignment]  # hides tuple.count, as it should
-    q: np.ndarray | None = None  # [N, V]: the law each node was drawn from; None: point masses
+    q: np.ndarray | None = None  # [N, V]: the distribution each node was drawn from; None: point masses
 
 
 class Output(NamedTuple):
-    law: np.ndarray  # of the first tokens, [V] * length
+    probs: np.ndarray  # of the first tokens, [V] * length
     emitted: float  # expected tokens of the block itself
 
 
-def random_law(seed: int, vocab: int, zeros: tuple[int, ...] = (), spread: float = 0.6) -> Law:
-    """An independent Dirichlet law after each text, in which some tokens never come."""
+def random_distribution(
+    seed: int, vocab: int, zeros: tuple[int, ...] = (), spread: float = 0.6
+) -> Distribution:
+    """An independent Dirichlet distribution after each text, in which some tokens never come."""
 
     @functools.cache
-    def law(prefix: tuple[int, ...]) -> np.ndarray:
+    def probs(prefix: tuple[int, ...]) -> np.ndarray:
         weights = np.random.default_rng([seed, len(prefix), *prefix]).gamma(spread, size=vocab) + 1e-6
         weights[list(zeros)] = 0
         return weights / weights.sum()
 
-    return law
+    return probs
 
 
-def sampled_chains(q: Law, vocab: int, drafts: int, nodes: int | None = None) -> list[Draft]:
+def sampled_chains(q: Distribution, vocab: int, drafts: int, nodes: int | None = None) -> list[Draft]:
     """Every chain of ``drafts`` tokens drawn from q, padded to ``nodes`` nodes with garbage."""
     nodes = nodes or drafts + 1
     result = []
     for x in itertools.product(range(vocab), repeat=drafts):
-        laws = np.full((nodes, vocab), 1 / vocab)
+        all_probs = np.full((nodes, vocab), 1 / vocab)
         for i in range(drafts):
-            laws[i + 1] = q(x[:i])
-        weight = np.prod([laws[i + 1, x[i]] for i in range(drafts)])
+            all_probs[i + 1] = q(x[:i])
+        weight = np.prod([all_probs[i + 1, x[i]] for i in range(drafts)])
         if weight > 0:
             padded = (0, *x, *(vocab - 1,) * (nodes - 1 - drafts))
-            result.append(Draft(weight, padded, tuple(range(-1, nodes - 1)), drafts + 1, laws))
+            result.append(Draft(weight, padded, tuple(range(-1, nodes - 1)), drafts + 1, all_probs))
     return result
 
 
@@ -77,27 +79,27 @@ def point_chain(tokens: Sequence[int], nodes: int | None = None) -> list[Draft]:
     return [Draft(1.0, padded, tuple(range(-1, nodes - 1)), len(tokens) + 1)]
 
 
-def target_law(target: Law, length: int, prefix: tuple[int, ...] = ()) -> np.ndarray:
-    """The law of ``length`` tokens after a prefix, [V] * length."""
+def target_distribution(target: Distribution, length: int, prefix: tuple[int, ...] = ()) -> np.ndarray:
+    """The distribution of ``length`` tokens after a prefix, [V] * length."""
     if length == 0:
         return np.ones(())
     first = target(prefix)
-    rest = [target_law(target, length - 1, (*prefix, x)) for x in range(len(first))]
+    rest = [target_distribution(target, length - 1, (*prefix, x)) for x in range(len(first))]
     return first.reshape(-1, *(1,) * (length - 1)) * np.stack(rest)
 
 
 def output(
     verifier: Verifier,
-    target: Law,
+    target: Distribution,
     drafts: list[Draft],
     length: int,
     dtype: type = np.float64,
-    tail: Law | None = None,
+    tail: Distribution | None = None,
 ) -> Output:
-    """The law of the first ``length`` tokens: a round of this rule, then draws from ``tail`` (the target)."""
+    """The distribution of the first ``length`` tokens: a round of this verifier, then draws from ``tail``."""
     vocab = len(target(()))
-    after = functools.cache(lambda prefix: target_law(tail or target, length - len(prefix), prefix))
-    law, emitted = np.zeros((vocab,) * length), 0.0
+    after = functools.cache(lambda prefix: target_distribution(tail or target, length - len(prefix), prefix))
+    probs, emitted = np.zeros((vocab,) * length), 0.0
     rows = [[target(path) for path in _paths(draft)] for draft in drafts]
     plans = _plans(verifier, drafts, np.asarray(rows), dtype)
     for draft, accept, residual in zip(drafts, *plans, strict=True):
@@ -105,9 +107,9 @@ def output(
             for x in np.flatnonzero(residual[path[-1]]):
                 text = (*(draft.tokens[i] for i in path[1:]), int(x))
                 weight = draft.weight * ends * residual[path[-1], x]
-                law[text] += weight * after(text)
+                probs[text] += weight * after(text)
                 emitted += weight * len(text)
-    return Output(law, emitted)
+    return Output(probs, emitted)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -115,16 +117,18 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return 0.5 * float(np.abs(a - b).sum())
 
 
-def error(verifier: Verifier, target: Law, drafts: list[Draft], dtype: type = np.float64) -> float:
-    """How far a round of the rule takes the text from the target's law: 0 if it is lossless.
+def error(verifier: Verifier, target: Distribution, drafts: list[Draft], dtype: type = np.float64) -> float:
+    """How far a round of the verifier takes the text from the target's distribution: 0 if it is lossless.
 
-    >>> from jspec.sampling.verify import token
-    >>> p, q = random_law(0, vocab=3), random_law(1, vocab=3)
+    >>> from jspec.sampling.verifiers import token
+    >>> p, q = random_distribution(0, vocab=3), random_distribution(1, vocab=3)
     >>> error(token, p, sampled_chains(q, vocab=3, drafts=2)) < 1e-12
     True
     """
     length = max(draft.count for draft in drafts)
-    return distance(output(verifier, target, drafts, length, dtype).law, target_law(target, length))
+    return distance(
+        output(verifier, target, drafts, length, dtype).probs, target_distribution(target, length)
+    )
 
 
 def _paths(draft: Draft) -> list[tuple[int, ...]]:
@@ -148,11 +152,13 @@ def _ends(draft: Draft, accept: np.ndarray):
 
 @functools.cache
 def _compiled(verifier: Verifier):
-    return jax.jit(jax.vmap(functools.partial(plan, verifier)))
+    return jax.jit(jax.vmap(functools.partial(outcomes, verifier)))
 
 
-def _plans(verifier: Verifier, drafts: list[Draft], law: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The rule's chances [drafts, N] and residual laws [drafts, N, V]."""
+def _plans(
+    verifier: Verifier, drafts: list[Draft], probs: np.ndarray, dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """The verifier's chances [drafts, N] and residual distributions [drafts, N, V]."""
     with jax.enable_x64(dtype == np.float64), np.errstate(divide="ignore"):
         logq = None if drafts[0].q is None else np.log(np.array([draft.q for draft in drafts]))
         proposal = Proposal(
@@ -161,7 +167,7 @@ def _plans(verifier: Verifier, drafts: list[Draft], law: np.ndarray, dtype) -> t
             jnp.asarray([draft.count for draft in drafts]),
             None if logq is None else jnp.asarray(logq, dtype),
         )
-        made: Plan = jax.device_get(_compiled(verifier)(proposal, jnp.asarray(np.log(law), dtype)))
+        made: Outcomes = jax.device_get(_compiled(verifier)(proposal, jnp.asarray(np.log(probs), dtype)))
     log_weights = made.residual.astype(np.float64)
     weights = np.exp(log_weights - log_weights.max(axis=-1, keepdims=True))
     return np.minimum(made.accept.astype(np.float64), 1.0), weights / weights.sum(axis=-1, keepdims=True)

@@ -9,20 +9,22 @@ of the draft, K + 1 rows wide; there a difference of a single bit is a fault.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jspec import api, stream, tree
-from jspec.certify.rules import check_lossless
-from jspec.sampling import verify, walk
+from jspec import tree
+from jspec.certify.exact import check_lossless
+from jspec.rounds import Decide
+from jspec.sample import Samples, speculative_sample
+from jspec.sampling import verifiers, walk
 from jspec.sampling.drafters.none import none
-from jspec.sampling.verify import Verifier
-from jspec.types import Drafter, Model, Params, Verdict
+from jspec.serve.stream import fetch
+from jspec.types import Drafter, Model, Params, Verifier
 
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.25}
 """How far apart two logits may be for a tie flip, by the params' dtype."""
@@ -61,17 +63,17 @@ def greedy_text(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 64,
-    stop: Sequence[int] = (),
-    rule: Verifier = verify.token,
+    stop_token_ids: Sequence[int] = (),
+    verifier: Verifier = verifiers.token,
     tolerance: float | None = None,
     same_shape: bool = False,
     batch: int = 4,
-    decide: Callable[..., Verdict] = walk.decide,
+    decide: Decide = walk.decide,
 ) -> Greedy:
     """Compare greedy texts with and without the drafter, over ragged batches of ``batch`` prompts.
 
     ``tolerance``: default by the dtype of the params, `TOLERANCE`. Raises `JspecError` for
-    a lossy rule or one that does not fit the drafter, and for a prompt that is too long.
+    a lossy verifier or one that does not fit the drafter, and for a prompt that is too long.
 
     >>> from jspec.certify.tiny import tiny
     >>> from jspec.sampling.drafters.ngram import ngram
@@ -79,12 +81,13 @@ def greedy_text(
     >>> found.tokens + 64 * len(found.differences) >= 2 * 60, found.faults
     (True, 0)
     """
-    check_lossless(rule)
+    check_lossless(verifier)
     if tolerance is None:
         kinds = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
         tolerance = TOLERANCE.get(str(jnp.result_type(*kinds)), 1e-3)
     plain = none(drafter.nodes, drafter.growth) if same_shape else none()
-    options = dict(max_new_tokens=max_new_tokens, stop=stop, narrow=not same_shape, decide=decide)
+    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, stop_token_ids=list(stop_token_ids) or None)
+    options |= dict(skip_empty_rounds=not same_shape, decide=decide)
     batch, width = min(batch, len(prompts)), max(map(len, prompts))
     passes = written = 0
     equal: list[int] = []
@@ -92,8 +95,8 @@ def greedy_text(
     for start in range(0, len(prompts), batch):
         # The last batch is filled up, so that all of them share their programs.
         rows = [prompts[index % len(prompts)] for index in range(start, start + batch)]
-        with_draft = _write(target, params, drafter, draft_params, rows, width, verifier=rule, **options)
-        without = _write(target, params, plain, None, rows, width, verifier=verify.token, **options)
+        with_draft = _write(target, params, drafter, draft_params, rows, width, verifier=verifier, **options)
+        without = _write(target, params, plain, None, rows, width, verifier=verifiers.token, **options)
         for row, prompt in enumerate(rows[: len(prompts) - start]):
             passes += int(with_draft.stats.rounds[row])
             written += int(with_draft.length[row])
@@ -108,12 +111,12 @@ def greedy_text(
     return Greedy(len(prompts), sum(equal), written / max(passes, 1), differences, same_shape)
 
 
-def _write(target, params, drafter, draft_params, prompts, width, *, stop, **options) -> api.Samples:
+def _write(target, params, drafter, draft_params, prompts, width, **options) -> Samples:
     """Greedy samples, read to the host."""
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    samples = api.speculative_sample(
+    samples = speculative_sample(
         params,
         jnp.asarray(tokens),
         target=target,
@@ -121,15 +124,14 @@ def _write(target, params, drafter, draft_params, prompts, width, *, stop, **opt
         drafter=drafter,
         draft_params=draft_params,
         prompt_length=jnp.array([len(prompt) for prompt in prompts]),
-        stop=jnp.array([list(stop) or [-1]] * len(prompts)),
         temperature=0,
         logprobs=True,
         **options,
     )
-    return stream.fetch(samples)
+    return fetch(samples)
 
 
-def _first_difference(one: api.Samples, other: api.Samples, row: int, bits: bool) -> int | None:
+def _first_difference(one: Samples, other: Samples, row: int, bits: bool) -> int | None:
     """Where a row's tokens, or with ``bits`` also their raw log-probabilities, part."""
     assert one.logprobs is not None and other.logprobs is not None
     differ = one.tokens[row] != other.tokens[row]

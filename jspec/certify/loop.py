@@ -1,6 +1,6 @@
-"""The law of the whole compiled loop: what a batch of many rows wrote, against the enumerated law.
+"""The distribution of the whole compiled loop: what a batch of many rows wrote, against the enumerated.
 
-The batch is mixed and ragged: each group has a prompt and settings of its own. The law of
+The batch is mixed and ragged: each group has a prompt and settings of its own. The distribution of
 a group's first tokens is enumerated by running the target, without cache or loop, over
 every text. Symbols: χ², with n the rows of a group. A right program gives p-values spread
 evenly over (0, 1); a mistake in accepting, in the residual, in keys or in positions puts
@@ -20,13 +20,17 @@ import numpy as np
 from jaxtyping import Array
 from scipy import stats
 
-from jspec import decode, stream, tree
-from jspec.certify.rules import check_lossless
+from jspec import tree
+from jspec.certify.exact import check_lossless
+from jspec.decode import Decoder, make_decoder
 from jspec.errors import JspecError
-from jspec.sampling import keys, policy, walk
+from jspec.rounds import Decide
+from jspec.sample import make_request
+from jspec.sampling import distribution, walk
 from jspec.sampling.drafters.none import none
-from jspec.sampling.verify import Verifier
-from jspec.types import Drafter, Model, Params, Request, State, Verdict
+from jspec.sampling.policy import SETTINGS, make
+from jspec.serve.stream import fetch
+from jspec.types import Drafter, History, Model, Params, Policy, Request, State, Verifier
 
 LENGTH, SLOTS = 4, 64
 VOCABULARIES = range(5, 9)  # sizes that have the tokens below, and whose texts can be enumerated
@@ -37,7 +41,7 @@ class Group(NamedTuple):
 
     prompt: list[int]
     settings: dict[str, Any]
-    stop: tuple[int, ...] = ()
+    stop: tuple[int, ...] = (-1,)
 
 
 GROUPS = (
@@ -51,16 +55,11 @@ GROUPS = (
 """Plain sampling, truncations, penalties that see the draft's own prefix, a greedy
 neighbour, and a stop token that may come only after two others; prompts of every length."""
 
-NEUTRAL = dict(
-    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-    frequency_penalty=0.0, min_new_tokens=0, logit_bias=None, banned=(),
-)  # fmt: skip
-
 
 class ChiSquare(NamedTuple):
     """``p_values``: one for each of `GROUPS`. ``acceptance_rate``: of all drafts; None without any."""
 
-    rule: str
+    verifier: str
     rows: int
     p_values: list[float]
     acceptance_rate: float | None
@@ -71,47 +70,47 @@ def chi_square(
     params: Params,
     drafter: Drafter,
     draft_params: Params,
-    rule: Verifier,
+    verifier: Verifier,
     *,
     rows: int = 4000,
     first_seed: int = 0,
-    decide: Callable[..., Verdict] = walk.decide,
+    decide: Decide = walk.decide,
 ) -> ChiSquare:
-    """Run a mixed batch through the whole loop and test its texts against the target's law.
+    """Run a mixed batch through the whole loop and test its texts against the target's distribution.
 
     For any target of 5 to 8 tokens and any drafter, on the default device, in the dtype
     of its params. ``rows``: of each group; their seeds count up from ``first_seed``.
     ``decide``: as in `jspec.make_decoder`.
 
     Raises:
-        JspecError: a lossy rule, one that does not fit the drafter, or a target of
+        JspecError: a lossy verifier, one that does not fit the drafter, or a target of
             another vocabulary size.
 
     >>> from jspec.certify.tiny import tiny
     >>> from jspec.sampling.drafters.ngram import ngram
-    >>> from jspec.sampling.verify import token
+    >>> from jspec.sampling.verifiers import token
     >>> found = chi_square(*tiny(0), ngram(2, min_ngram=1), None, token, rows=500)
     >>> min(found.p_values) > 1e-5
     True
     """
-    check_lossless(rule)
+    check_lossless(verifier)
     if target.vocab_size not in VOCABULARIES:
         raise JspecError(
-            f"the law of {target.vocab_size} tokens cannot be enumerated: give a target of "
+            f"the distribution of {target.vocab_size} tokens cannot be enumerated: give a target of "
             f"{VOCABULARIES.start} to {VOCABULARIES.stop - 1}"
         )
-    decoder = decode.make_decoder(target, drafter, rule, chunk=4, decide=decide)
-    asked, group = request(target, rows, first_seed)
+    decoder = make_decoder(target, drafter, verifier, chunk=4, decide=decide)
+    asked, group = request(decoder, rows, first_seed)
     state = decoder.run(params, draft_params, decoder.init(params, draft_params, asked))
     written = new_tokens(state)
     values = [
         p_value([*itertools.compress(written, group == index)], enumerated(target, params, index))
         for index in range(len(GROUPS))
     ]
-    counts = stream.fetch(state.stats)
+    counts = fetch(state.stats)
     proposed = int(counts.proposed.sum())
     rate = int(counts.accepted.sum()) / proposed if proposed else None
-    return ChiSquare(rule.name, rows, values, rate)
+    return ChiSquare(verifier.name, rows, values, rate)
 
 
 def coupled_differences(
@@ -119,105 +118,105 @@ def coupled_differences(
     params: Params,
     drafter: Drafter,
     draft_params: Params,
-    rule: Verifier,
+    verifier: Verifier,
     rows: int = 500,
-    decide: Callable[..., Verdict] = walk.decide,
+    decide: Decide = walk.decide,
 ) -> int:
     """Rows whose text is not the one that plain decoding writes with the same seeds.
 
-    0 for a rule that is coupled, up to ties within rounding.
+    0 for a verifier that is coupled, up to ties within rounding.
     """
-    asked, _ = request(target, rows)
 
     def written(drafter: Drafter, draft_params: Params) -> list[list[int]]:
-        loop = decode.make_decoder(target, drafter, rule, chunk=4, decide=decide)
+        loop = make_decoder(target, drafter, verifier, chunk=4, decide=decide)
+        asked, _ = request(loop, rows)
         return new_tokens(loop.run(params, draft_params, loop.init(params, draft_params, asked)))
 
     pairs = zip(written(drafter, draft_params), written(none(), None), strict=True)
     return sum(one != other for one, other in pairs)
 
 
-def request(target: Model, rows: int, first_seed: int = 0) -> tuple[Request, np.ndarray]:
+def request(decoder: Decoder, rows: int, first_seed: int = 0) -> tuple[Request, np.ndarray]:
     """``rows`` rows of each group, shuffled together; and which group each row is of."""
     group = np.random.default_rng(0).permutation(np.arange(rows * len(GROUPS)) % len(GROUPS))
-    seeds = range(first_seed, first_seed + len(group))
-    texts = [GROUPS[g].prompt for g in group]
-    settings = jax.tree.map(lambda x: x[group], policy_of_groups(target.vocab_size))
-    return _request(texts, [GROUPS[g].stop for g in group], settings, keys.row_keys(seeds, len(group))), group
+    asked = make_request(
+        decoder,
+        [GROUPS[g].prompt for g in group],
+        key=range(first_seed, first_seed + len(group)),
+        policy=jax.tree.map(lambda x: x[group], policy_of_groups(decoder.vocab_size)),
+        max_new_tokens=LENGTH,
+        stop_token_ids=[GROUPS[g].stop for g in group],
+        slots_multiple=SLOTS,
+    )
+    return asked, group
 
 
-def policy_of_groups(vocab: int) -> policy.Policy:
+def policy_of_groups(vocab: int) -> Policy:
     """One row of settings for each group."""
-    settings = {name: [g.settings.get(name, value) for g in GROUPS] for name, value in NEUTRAL.items()}
-    return policy.make(len(GROUPS), vocab, **settings)
-
-
-def _request(texts: list, stops: list, settings: policy.Policy, key: Array) -> Request:
-    tokens = np.zeros((len(texts), SLOTS), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
-    length = jnp.array([len(text) for text in texts], jnp.int32)
-    stop = jnp.array([stop or (-1,) for stop in stops], jnp.int32)
-    return Request(jnp.asarray(tokens), length, length + LENGTH, stop, settings, key)
+    neutral = {name: setting.neutral for name, setting in SETTINGS.items()} | dict(logit_bias=None, banned=())
+    settings = {name: [g.settings.get(name, value) for g in GROUPS] for name, value in neutral.items()}
+    return make(len(GROUPS), vocab, **settings)
 
 
 def new_tokens(state: State) -> list[list[int]]:
     """What each row wrote."""
-    read = stream.fetch((state.tokens, state.prompt_length, state.length))
+    read = fetch((state.tokens, state.prompt_length, state.length))
     return [row[start:end].tolist() for row, start, end in zip(*read, strict=True)]
 
 
 def enumerated(target: Model, params: Params, group: int) -> dict[tuple[int, ...], float]:
-    """The law of a group's first LENGTH tokens, by running the target over every text."""
+    """The distribution of a group's first LENGTH tokens, by running the target over every text."""
     prompt, _, stop = GROUPS[group]
     vocab = target.vocab_size
     batch = vocab ** (LENGTH - 1)
     rows = jax.tree.map(lambda x: jnp.repeat(x[group : group + 1], batch, 0), policy_of_groups(vocab))
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    probs: dict[tuple[int, ...], float] = {(): 1.0}
     for size in range(LENGTH):
-        texts = [text for text in law if len(text) == size and not set(text) & set(stop)]
-        whole = [prompt + list(text) for text in (texts * batch)[:batch]]
-        asked = _request(whole, [stop] * batch, rows, jnp.zeros((batch, 2), jnp.uint32))
-        found = _laws(target)(params, asked, jnp.int32(len(prompt)))
+        texts = [text for text in probs if len(text) == size and not set(text) & set(stop)]
+        tokens = np.zeros((batch, SLOTS), np.int32)
+        for row, text in enumerate((texts * batch)[:batch]):
+            tokens[row, : len(prompt) + size] = [*prompt, *text]
+        found = _log_probs(target)(params, rows, tokens, len(prompt) + size, len(prompt), np.array(stop))
         for text, row in zip(texts, np.exp(np.asarray(found, np.float64)), strict=False):
-            mass = law.pop(text)
-            law |= {(*text, token): mass * p for token, p in enumerate(row) if p > 0}
-    return law
+            mass = probs.pop(text)
+            probs |= {(*text, token): mass * p for token, p in enumerate(row) if p > 0}
+    return probs
 
 
 @functools.lru_cache(maxsize=16)
-def _laws(target: Model):
+def _log_probs(target: Model) -> Callable[..., Array]:
     """log p of what follows each text; all texts are of one length."""
 
     @jax.jit
-    def laws(params: Params, asked: Request, prompt_length: Array) -> Array:
-        batch = asked.tokens.shape[0]
+    def log_probs(
+        params: Params, policy: Policy, tokens: Array, length: Array, prompt_length: Array, stop: Array
+    ) -> Array:
+        batch = tokens.shape[0]
         layout = tree.chain(batch, SLOTS)
-        hidden, _, _ = target.forward(params, target.init_cache(batch, SLOTS), asked.tokens, layout)
-        last = asked.length[:, None] - 1
-        logits = target.unembed(params, jnp.take_along_axis(hidden, last[:, :, None], axis=1))
-        start = jnp.broadcast_to(prompt_length, (batch,))
-        history = policy.History(asked.tokens, asked.length, start, asked.stop)
-        root = jnp.take_along_axis(asked.tokens, last, axis=1)
-        return policy.apply(asked.policy, history, root, tree.chain(batch, 1), logits)[:, 0]
+        hidden, _, _ = target.forward(params, target.init_cache(batch, SLOTS), tokens, layout)
+        logits = target.unembed(params, hidden[:, length - 1][:, None])
+        end, start = (jnp.full((batch,), size, jnp.int32) for size in (length, prompt_length))
+        history = History(tokens, end, start, jnp.broadcast_to(stop.astype(jnp.int32), (batch, *stop.shape)))
+        root = tokens[:, length - 1][:, None]
+        return distribution.log_probs(policy, history, root, tree.chain(batch, 1), logits)[:, 0]
 
-    return laws
+    return log_probs
 
 
-def p_value(texts: Sequence[Sequence[int]], law: dict[tuple[int, ...], float]) -> float:
-    """χ² of the texts against a law; outcomes that are expected fewer than 5 times are put together.
+def p_value(texts: Sequence[Sequence[int]], probs: dict[tuple[int, ...], float]) -> float:
+    """χ² of the texts against a distribution; outcomes that are expected fewer than 5 times are put together.
 
-    0.0 for a text that the law does not have.
+    0.0 for a text that the distribution does not have.
 
     >>> round(p_value([(0,)] * 40 + [(1,)] * 60, {(0,): 0.5, (1,): 0.5}), 3)
     0.046
     """
-    seen: dict[tuple[int, ...], int] = dict.fromkeys(law, 0)
+    seen: dict[tuple[int, ...], int] = dict.fromkeys(probs, 0)
     for text in map(tuple, texts):
         if text not in seen:
             return 0.0
         seen[text] += 1
-    expected = np.array(list(law.values())) * len(texts) / sum(law.values())
+    expected = np.array(list(probs.values())) * len(texts) / sum(probs.values())
     counts = np.array(list(seen.values()))
     rare = expected < 5
     pairs = [*itertools.compress(zip(counts, expected, strict=True), ~rare)]

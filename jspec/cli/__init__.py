@@ -8,13 +8,9 @@ import sys
 import click
 import jax
 
-from jspec.cli.bench import bench
-from jspec.cli.certify import certify
-from jspec.cli.convert import convert
-from jspec.cli.demo import demo
-from jspec.cli.generate import generate
+from jspec.cli import bench, certify, convert, demo, generate
 from jspec.errors import JspecError
-from jspec.smollm2 import cache_folder
+from jspec.weights.smollm2 import cache_folder
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,11 +19,8 @@ def cli() -> None:
     """Speculative decoding in JAX: the target's own text, in fewer passes."""
 
 
-cli.add_command(generate)
-cli.add_command(demo)
-cli.add_command(bench)
-cli.add_command(certify)
-cli.add_command(convert)
+for module in (generate, demo, bench, certify, convert):
+    cli.add_command(module.command)
 
 
 def main() -> None:

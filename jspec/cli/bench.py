@@ -13,23 +13,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jspec import api, targets
-from jspec import bench as measure
+from jspec.bench.measure import bench
 from jspec.cli import options
-from jspec.drafts import Drafting
-from jspec.errors import JspecError, optional
-from jspec.prompts import read_prompts
+from jspec.errors import JspecError, optional, positive
+from jspec.sampling.drafters.config import DraftConfig
+from jspec.serve.target import load
+from jspec.text.prompts import read_prompts
 
 
 def numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
     """``2,4,8`` as numbers."""
     try:
-        return [targets.positive("K", int(one)) for one in value.split(",")]
+        return [positive("K", int(one)) for one in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r}: write whole numbers with commas, for instance 2,4,8") from None
 
 
-@click.command()
+@click.command("bench")
 @options.target
 @click.option("--draft", metavar="DRAFT,DRAFT", help="As in generate; default: ngram.")
 @options.trees
@@ -40,12 +40,12 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> l
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--batch", default=1, show_default=True, help="Rows: copies of a prompt, seeds of their own.")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--verifier", default="token", type=click.Choice([n for n in api.VERIFIERS if n != "greedy"]))
+@options.verifier
 @options.kernels
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw the speed-ups into this PNG.")
-def bench(
+def command(
     target: str,
     draft: str | None,
     prompts: Path,
@@ -55,11 +55,6 @@ def bench(
     kernels: str,
     json_file: Path | None,
     plot: Path | None,
-    simulated_acceptance: tuple[float, ...],
-    tree: str | None,
-    tree_size: int | None,
-    tree_depth: int | None,
-    tree_topk: int | None,
     **settings: Any,
 ) -> None:
     """Time drafters against plain decoding, interleaved in one process.
@@ -68,18 +63,17 @@ def bench(
     predict: what is missing to 1 is neither target nor draft.
     """
     for name in ("max_new_tokens", "batch", "repeats"):
-        targets.positive(name, settings[name])
-    texts = read_prompts(prompts, targets.positive("num_prompts", num_prompts))
-    loaded = targets.load(target, dtype, kernels)
-    drafts = draft.split(",") if draft else [None if simulated_acceptance else "ngram"]
-    drawn = settings["temperature"] > 0 or tree != "static"
-    base = Drafting(None, 4, tree, tree_size, tree_depth, tree_topk, simulated_acceptance, drawn)
-    asked = list(dict.fromkeys(_drafting(base, d, k) for d in drafts for k in num_speculative_tokens))
-    if simulated_acceptance:
+        positive(name, settings[name])
+    texts = read_prompts(prompts, positive("num_prompts", num_prompts))
+    loaded = load(target, dtype, kernels)
+    base = options.draft_config(settings, None)
+    drafts = draft.split(",") if draft else [None if base.simulated_acceptance else "ngram"]
+    configs = list(dict.fromkeys(_config(base, d, k) for d in drafts for k in num_speculative_tokens))
+    if base.simulated_acceptance:
         click.echo(options.WARNING, err=True)
     console = Console(stderr=True)
     with console.status("compiling") as status:
-        results = measure.bench(loaded, asked, texts, progress=status.update, **settings)
+        results = bench(loaded, configs, texts, progress=status.update, **settings)
     report = {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
@@ -96,13 +90,13 @@ def bench(
         write(plot, lambda path: draw(report, path))
 
 
-def _drafting(base: Drafting, draft: str | None, k: int) -> Drafting:
+def _config(base: DraftConfig, draft: str | None, k: int) -> DraftConfig:
     """One setting: trees are for heads only, and K is for chains only."""
     if draft is None or (base.tree in ("static", "dynamic") and Path(draft).exists()):
         return dataclasses.replace(base, draft=draft)
     if Path(draft).exists():
         return dataclasses.replace(base, draft=draft, num_speculative_tokens=k)
-    return Drafting(draft, k, simulated_acceptance=base.simulated_acceptance)
+    return DraftConfig(draft, k, simulated_acceptance=base.simulated_acceptance)
 
 
 def table(report: dict[str, Any]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,18 @@ from typing import Any
 import click
 from rich.console import Console
 
-from jspec import api, targets
-from jspec.certify import Certificate, Greedy
-from jspec.certify import certify as run
+from jspec.certify import Certificate, Greedy, certify
 from jspec.cli import options
 from jspec.cli.demo import TOURS
-from jspec.drafts import Drafting
-from jspec.prompts import read_prompts
+from jspec.errors import positive
+from jspec.sampling.verifiers import VERIFIERS
+from jspec.serve.target import load
+from jspec.text.prompts import read_prompts
 
 
-@click.command()
+@click.command("certify")
 @options.target
-@click.option("--draft", help="As in generate; default: ngram.")
+@options.draft
 @options.trees
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines or text; default: the demo's.")
 @click.option("--num-prompts", default=8, show_default=True)
@@ -33,16 +32,18 @@ from jspec.prompts import read_prompts
     "--verifier",
     "verifiers",
     multiple=True,
-    type=click.Choice(list(api.VERIFIERS)),
+    type=click.Choice(list(VERIFIERS)),
     help="May be repeated; default: all that can judge this draft.",
 )
 @click.option("--tolerance", type=float, help="Logit gap of a tie flip; default: by the dtype.")
 @click.option("--rows", default=4000, show_default=True, help="Texts of each setting in the χ² tests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.pass_context
-def certify(
+def command(
     context: click.Context,
     target: str,
+    draft: str | None,
+    num_speculative_tokens: int,
     prompts: Path | None,
     num_prompts: int,
     dtype: str,
@@ -50,21 +51,20 @@ def certify(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Check that drafts change nothing: greedy text, exact law, χ² of the loop.
+    """Check that drafts change nothing: greedy text, exact distribution, χ² of the loop.
 
     Exit code 1 if anything is a fault. Tie flips, where rounding decides between two
     equally good tokens, are reported and are none.
     """
     for name in ("num_prompts", "max_new_tokens", "rows"):
-        targets.positive(name, num_prompts if name == "num_prompts" else settings[name])
+        positive(name, num_prompts if name == "num_prompts" else settings[name])
     texts = read_prompts(prompts, num_prompts) if prompts else [text for _, text in TOURS][:num_prompts]
-    fields = [field.name for field in dataclasses.fields(Drafting) if field.name in settings]
-    asked = Drafting(**{name: settings.pop(name) for name in fields})
-    loaded = targets.load(target, dtype, kernels)
+    config = options.draft_config(settings, draft, num_speculative_tokens)
+    loaded = load(target, dtype, kernels)
     with Console(stderr=True).status("loading") as status:
-        found = run(loaded, asked, texts, progress=status.update, **settings)
+        found = certify(loaded, config, texts, progress=status.update, **settings)
     if as_json:
-        click.echo(json.dumps({"target": target, "draft": asked.draft or "ngram", **found.to_dict()}))
+        click.echo(json.dumps({"target": target, "draft": config.source, **found.to_dict()}))
     else:
         click.echo("\n".join(lines(found)))
     if found.faults:
@@ -78,16 +78,16 @@ def lines(found: Certificate) -> list[str]:
         result += greedy_lines(greedy)
     for exact in found.exact:
         result.append(
-            f"exact law   {exact.rule}, {exact.drafts}: {exact.policies} settings, "
+            f"exact distribution   {exact.verifier}, {exact.drafts}: {exact.policies} settings, "
             f"largest error {exact.error:.1e}"
         )
     for chi in found.loop:
         rate = "no drafts" if chi.acceptance_rate is None else f"{chi.acceptance_rate:.0%} of drafts accepted"
         result.append(
-            f"loop, χ²    {chi.rule}: {len(chi.p_values)} settings x {chi.rows} texts, {rate}, "
+            f"loop, χ²    {chi.verifier}: {len(chi.p_values)} settings x {chi.rows} texts, {rate}, "
             f"smallest p-value {min(chi.p_values):.2g}"
         )
-    if any(chi.rule == "coupled" for chi in found.loop):
+    if any(chi.verifier == "coupled" for chi in found.loop):
         result.append(f"coupled     {found.coupled} texts differ from the plain ones")
     result += [f"FAULT: {fault}" for fault in found.faults] or ["certified: no fault found"]
     return result

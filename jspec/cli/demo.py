@@ -6,8 +6,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from jspec import generation, targets
-from jspec.cli.generate import truth
+from jspec.cli.generate import summary_line
+from jspec.serve.generate import Piece, generate
+from jspec.serve.target import Target, load
 
 DRAFTED, BY_TARGET = "bold green", "default"
 CODE = """class Stack:
@@ -35,14 +36,14 @@ TOURS = (
 )
 
 
-@click.command()
+@click.command("demo")
 @click.option("--target", default="smollm2", show_default=True, metavar="smollm2|FOLDER|FILE.gguf")
 @click.option("--max-new-tokens", default=160, show_default=True, metavar="N")
-def demo(target: str, max_new_tokens: int) -> None:
+def command(target: str, max_new_tokens: int) -> None:
     """Watch a real model write with n-gram drafts, and compare with plain decoding."""
     console = Console(highlight=False)
     console.print(f"Loading {target} ...")
-    loaded = targets.load(target)
+    loaded = load(target)
     console.print(
         Text.assemble(
             ("Green", DRAFTED), " tokens were guessed by the draft and verified; the others the target wrote."
@@ -55,19 +56,19 @@ def demo(target: str, max_new_tokens: int) -> None:
         show(console, loaded, prompt, max_new_tokens)
 
 
-def show(console: Console, target: targets.Target, prompt: str, max_new_tokens: int) -> None:
+def show(console: Console, target: Target, prompt: str, max_new_tokens: int) -> None:
     """One prompt, decoded with drafts in colour and then plainly."""
 
-    def colour(piece: generation.Piece) -> None:
+    def colour(piece: Piece) -> None:
         console.print(Text(piece.text, style=DRAFTED if piece.drafted else BY_TARGET), end="", soft_wrap=True)
 
-    with_drafts = generation.generate(prompt, target=target, max_new_tokens=max_new_tokens, on_piece=colour)
+    with_drafts = generate(prompt, target=target, max_new_tokens=max_new_tokens, on_piece=colour)
     console.print("\n")
-    console.print(f"n-gram: {truth(with_drafts.metrics)}", style="cyan", markup=False)
-    plain = generation.generate(
+    console.print(f"n-gram: {summary_line(with_drafts.metrics)}", style="cyan", markup=False)
+    plain = generate(
         prompt, target=target, draft="none", max_new_tokens=max_new_tokens, on_piece=lambda piece: None
     )
-    console.print(f"plain:  {truth(plain.metrics)}", style="cyan", markup=False)
+    console.print(f"plain:  {summary_line(plain.metrics)}", style="cyan", markup=False)
     fast, slow = with_drafts.metrics.tokens_per_second, plain.metrics.tokens_per_second
     same = "the same text" if with_drafts.tokens == plain.tokens else "A DIFFERENT TEXT"
     ratio = f", {fast / slow:.2f} x the speed" if fast and slow else ""

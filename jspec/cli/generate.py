@@ -1,4 +1,4 @@
-"""`jspec generate`: text as it comes, then one line of truth."""
+"""`jspec generate`: text as it comes, then a summary line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from jspec import api, generation
-from jspec.checkpoint import DTYPES
 from jspec.cli import options
 from jspec.errors import JspecError
-from jspec.metrics import Metrics
-from jspec.prompts import read_text
+from jspec.serve.generate import Generation, Piece, generate
+from jspec.serve.metrics import Metrics
+from jspec.text.prompts import read_text
 from jspec.types import Logprobs
+from jspec.weights.base import DTYPES
 
 
 def bias(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
@@ -25,44 +25,33 @@ def bias(context: click.Context, parameter: click.Parameter, values: tuple[str, 
         raise click.BadParameter(f"{values!r}: write TOKEN_ID:BIAS, for instance 42:-5") from None
 
 
-@click.command()
+@click.command("generate")
 @options.target
 @click.option("--prompt", help="The prompt.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 file.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as it is.")
-@click.option(
-    "--draft",
-    metavar="none|ngram|self:LAYERS|FOLDER",
-    help="What guesses: nothing, the text so far (default), the target's first layers, another model, "
-    "or a draft head (EAGLE, Medusa).",
-)
+@options.draft
 @click.option("--num-speculative-tokens", default=4, show_default=True, metavar="K", help="Drafts a round.")
 @options.trees
 @click.option("--max-new-tokens", default=256, show_default=True, metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @options.kernels
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", *DTYPES]))
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", default=0, show_default=True, help="0 is off.")
-@click.option("--top-p", default=1.0, show_default=True, help="1 is off.")
-@click.option("--min-p", default=0.0, show_default=True, help="0 is off.")
-@click.option("--repetition-penalty", default=1.0, show_default=True, help="Prompt and answer; 1 is off.")
-@click.option("--presence-penalty", default=0.0, show_default=True, help="Answer only; 0 is off.")
-@click.option("--frequency-penalty", default=0.0, show_default=True, help="Answer only; 0 is off.")
-@click.option("--min-new-tokens", default=0, show_default=True, help="No stop token before so many.")
+@options.sampling
 @click.option("--logit-bias", multiple=True, metavar="ID:BIAS", callback=bias, help="May be repeated.")
 @click.option("--seed", type=int, help="The same seed writes the same text; default: a fresh one.")
-@click.option(
-    "--verifier",
-    default="token",
-    show_default=True,
-    type=click.Choice([name for name in api.VERIFIERS if name != "greedy"]),
-    help="coupled: the same text whatever the draft. typical_lossy: Medusa's, another law.",
-)
+@options.verifier
 @click.option("--logprobs", is_flag=True, help="Add the log-probability of each token.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **settings: Any) -> None:
-    """Write what follows a prompt: greedily, or drawn from exactly the target's law.
+def command(
+    prompt: str | None,
+    prompt_file: Path | None,
+    as_json: bool,
+    draft: str | None,
+    num_speculative_tokens: int,
+    **settings: Any,
+) -> None:
+    """Write what follows a prompt: greedily, or drawn from exactly the target's distribution.
 
     The text goes to stdout; the line of counts and times, at the end, to stderr.
     """
@@ -73,19 +62,20 @@ def generate(prompt: str | None, prompt_file: Path | None, as_json: bool, **sett
     else:
         raise click.UsageError("give either --prompt or --prompt-file")
 
-    def show(piece: generation.Piece) -> None:
+    def show(piece: Piece) -> None:
         if not as_json:
             click.echo(piece.text, nl=False)
 
-    if settings["simulated_acceptance"]:
+    config = options.draft_config(settings, draft, num_speculative_tokens)
+    if config.simulated_acceptance:
         click.echo(options.WARNING, err=True)
-    result = generation.generate(text, on_piece=show, **settings)
+    result = generate(text, draft=config, on_piece=show, **settings)
     if as_json:
-        simulated = {"simulated": True} if settings["simulated_acceptance"] else {}
+        simulated = {"simulated": True} if config.simulated_acceptance else {}
         click.echo(json.dumps(simulated | to_dict(result)))
     else:
         click.echo()
-        click.echo(truth(result.metrics), err=True)
+        click.echo(summary_line(result.metrics), err=True)
         if result.logprobs:
             click.echo("\n".join(logprob_lines(result.tokens, result.logprobs)), err=True)
     if result.finish_reason == "error":
@@ -98,7 +88,7 @@ def logprob_lines(tokens: list[int], logprobs: Logprobs) -> list[str]:
     return ["  token  processed        raw", *(f"{t:7d} {p:10.4f} {r:10.4f}" for t, p, r in rows)]
 
 
-def to_dict(result: generation.Generation) -> dict[str, Any]:
+def to_dict(result: Generation) -> dict[str, Any]:
     """The JSON form of an answer."""
     answer = {
         "text": result.text,
@@ -109,7 +99,7 @@ def to_dict(result: generation.Generation) -> dict[str, Any]:
     return answer | ({"logprobs": result.logprobs._asdict()} if result.logprobs else {})
 
 
-def truth(metrics: Metrics) -> str:
+def summary_line(metrics: Metrics) -> str:
     """What the generation cost, on one line; and a second one where speculation hardly helped."""
     parts = [
         f"{metrics.num_tokens} tokens in {metrics.num_target_passes} target passes",

@@ -7,7 +7,10 @@ from typing import Any
 
 import click
 
-from jspec.drafts import TREES
+from jspec.sampling.drafters import BY_NAME, DraftConfig
+from jspec.sampling.drafters.config import TREES
+from jspec.sampling.policy import SETTINGS
+from jspec.sampling.verifiers import VERIFIERS
 
 
 def target(function: Callable) -> Callable:
@@ -57,6 +60,45 @@ def trees(function: Callable) -> Callable:
         ),
     ]
     for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def draft_config(settings: dict[str, Any], draft: str | None, num_speculative_tokens: int = 4) -> DraftConfig:
+    """Take the options of `trees` out of a command's settings."""
+    names = ("tree", "tree_size", "tree_depth", "tree_topk", "simulated_acceptance")
+    return DraftConfig(draft, num_speculative_tokens, **{name: settings.pop(name) for name in names})
+
+
+def draft(function: Callable) -> Callable:
+    """``--draft``."""
+    named = "|".join(BY_NAME)
+    return click.option(
+        "--draft",
+        metavar=f"{named}|self:LAYERS|FOLDER",
+        help="What guesses: nothing, a drafter without weights (default: ngram, the text so far), the "
+        "target's first layers, another model, or a draft head (EAGLE, Medusa).",
+    )(function)
+
+
+def verifier(function: Callable) -> Callable:
+    """``--verifier``."""
+    return click.option(
+        "--verifier",
+        default="token",
+        show_default=True,
+        type=click.Choice([name for name, one in VERIFIERS.items() if not one.greedy_only]),
+        help="coupled: the same text whatever the draft. typical_lossy: Medusa's, another distribution.",
+    )(function)
+
+
+def sampling(function: Callable) -> Callable:
+    """One option for each of `jspec.sampling.policy.SETTINGS`; temperature is 0 by default."""
+    for name, setting in reversed(SETTINGS.items()):
+        default = 0.0 if name == "temperature" else setting.neutral
+        option = click.option(
+            f"--{name.replace('_', '-')}", default=default, show_default=True, help=setting.help
+        )
         function = option(function)
     return function
 

@@ -6,13 +6,16 @@ takes its place through ``make(config, attend=...)``.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from jspec.errors import JspecError
+from jspec.types import Params
 
 
 @dataclass(frozen=True)
@@ -20,54 +23,34 @@ class Weight:
     """One parameter: its shape here, its logical axes, and where a checkpoint has it.
 
     Not a pytree, so a tree of `Weight` has the structure of the params it describes.
-    ``transpose``: the file stores ``[out, in]`` and we multiply by ``[in, out]``.
+    ``transpose``: the file stores ``[out, in]`` and we multiply by ``[in, out]``. ``parts``: what
+    lies side by side along the last axis, where a checkpoint has several tensors for it.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     source: str
     transpose: bool = False
+    parts: tuple[Weight, ...] = ()
+
+    @property
+    def stored(self) -> tuple[Weight, ...]:
+        """The weights as a checkpoint has them."""
+        return self.parts or (self,)
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (arXiv 2104.09864), in the half-split layout.
+def random_params(weights: Any, seed: int = 0, scale: float = 0.4, dtype: Any = jnp.float32) -> Params:
+    """Random params with the structure and the shapes of a weight description.
 
-    ``kind``: "default", "linear" (positions divided by ``factor``) or "llama3"
-    (low frequencies divided, high ones kept, a ramp between; Llama 3.1).
+    Norm weights (all vectors) are around 1.
     """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_length: int = 8192
-
-
-def rope_frequencies(rope: Rope, channels: int) -> Float[Array, "half"]:
-    """Radians a position for each channel pair, in float32."""
-    exponent = jnp.arange(0, channels, 2, dtype=jnp.float32) / channels
-    frequency = 1.0 / (rope.theta**exponent)
-    if rope.kind == "linear":
-        return frequency / rope.factor
-    if rope.kind == "llama3":
-        turns = rope.original_max_length * frequency / (2 * math.pi)
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-        return frequency * (keep + (1 - keep) / rope.factor)
-    return frequency
-
-
-def rotate(
-    x: Float[Array, "B T H C"], position: Int[Array, "B T"], frequency: Float[Array, "half"]
-) -> Float[Array, "B T H C"]:
-    """Turn each channel pair (c, c + C/2) by ``position * frequency``."""
-    angle = position[..., None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    leaves, structure = jax.tree.flatten(weights)
+    rng = np.random.default_rng(seed)
+    arrays = [
+        jnp.asarray(scale * rng.standard_normal(leaf.shape) + (len(leaf.shape) == 1), dtype)
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(structure, arrays)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
@@ -114,7 +97,7 @@ def visible_slots(
     """Which slots each row sees: all committed ones, and the scratch rows of its path.
 
     The rows are the last T of the R scratch rows that stand after ``length``. With a
-    ``window`` the slots are a ring (`jspec.cache`), and of those a row sees the ones whose
+    ``window`` the slots are a ring (`jspec.cache.dense`), and of those a row sees the ones whose
     position is less than ``window`` before its own, ``length + depth`` (default: a chain's).
     """
     # The scratch row that a slot holds; committed entries count down from -1.
@@ -123,7 +106,7 @@ def visible_slots(
     scratch = rows if mask is None else mask.shape[2]
     if window is not None:
         if scratch != rows:
-            raise ValueError("a layer with a window takes its scratch rows in one pass")
+            raise JspecError("a layer with a window takes its scratch rows in one pass")
         # A ring slot holds the newest position that falls on it.
         node = rows - 1 - (rows - 1 - node) % slots
         row_depth = row if depth is None else depth
@@ -159,9 +142,9 @@ def attend(
     ``window``: the slots are a ring, of which a row at ``length + depth`` sees so many
     positions, its own included. ``softcap``: of the scaled scores.
     """
-    batch, rows, heads, channels = query.shape
+    batch, rows, heads, head_dim = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
-    grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, channels)
+    grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("btkgc,bksc->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = soft_cap(scores, softcap)
@@ -169,4 +152,4 @@ def attend(
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     # Rows first, "btkgc", would make XLA on CPU copy the values, transposed, in every pass.
     mixed = jnp.einsum("bkgts,bksc->bkgtc", weights.astype(values.dtype), values)
-    return jnp.moveaxis(mixed, 3, 1).reshape(batch, rows, heads, channels)
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, rows, heads, head_dim)

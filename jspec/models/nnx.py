@@ -50,7 +50,7 @@ def from_nnx(
     module: Any,
     *,
     vocab_size: int,
-    max_length: int,
+    context_length: int,
     call: Callable[..., Any] | None = None,
     init_cache: Callable[[int, int], Any] | None = None,
     unembed: Callable[[Any, Array], Array] | None = None,
@@ -63,11 +63,12 @@ def from_nnx(
         module: the language model. It is run in evaluation mode (no dropout), whatever
             mode it is in, and is not changed.
         vocab_size: V; logits beyond it are cut off.
-        max_length: positions the module was made for; none beyond is ever asked for.
+        context_length: positions the module was made for; none beyond is ever asked for.
         call: without ``init_cache``, ``call(module, tokens_BS, positions_BS, mask_BSS) ->
             hidden_BSD`` (default: the module itself); with it, ``call(module, tokens_BT,
             positions_BT, mask_BTS, cache, start) -> (hidden_BTD, cache)``, where ``start`` is
-            a Python number. ``mask[b, t, s]``: row t sees slot s.
+            an integer, the same for all rows, traced where a draft writes token by token.
+            ``mask[b, t, s]``: row t sees slot s.
         init_cache: ``init_cache(batch, slots)``: the empty cache, a pytree of arrays with the
             batch first and the slots at ``slot_axis``; arrays of fewer axes (counters) are
             left to ``call``.
@@ -86,7 +87,7 @@ def from_nnx(
     ...         return self.table(tokens)
     >>> bigram = Bigram(nnx.Rngs(0))
     >>> bigram.table.embedding[...] = jnp.eye(5)[jnp.array([1, 2, 3, 4, 0])]
-    >>> model, params = from_nnx(bigram, vocab_size=5, max_length=64)
+    >>> model, params = from_nnx(bigram, vocab_size=5, context_length=64)
     >>> cache = model.init_cache(batch=1, slots=8)
     >>> hidden, _, cache = jax.jit(model.forward)(params, cache, jnp.array([[0, 1, 2]]), chain(1, 3))
     >>> model.unembed(params, hidden).argmax(-1).tolist()
@@ -109,7 +110,7 @@ def from_nnx(
 
     def safe(tokens: Array, positions: Array) -> tuple[Array, Array]:
         # Looking up what is not there gives NaN, which spreads even from rows that nobody sees.
-        return jnp.clip(tokens, 0, vocab_size - 1), jnp.clip(positions, 0, max_length - 1)
+        return jnp.clip(tokens, 0, vocab_size - 1), jnp.clip(positions, 0, context_length - 1)
 
     def on_text(params: Params, tokens: Array, positions: Array, mask: Array) -> Array:
         tokens, positions = safe(tokens, positions)
@@ -124,7 +125,7 @@ def from_nnx(
         raise JspecError("tokens_only is for modules without a cache: give no init_cache")
     else:
         parts = _entries(on_entries, init_cache, slot_axis)
-    return Model(*parts, logits, vocab_size, max_length), params
+    return Model(*parts, logits, vocab_size, context_length), params
 
 
 def _text(run: Callable[..., Array], chains_only: bool) -> tuple[Callable, Callable, Callable]:
@@ -140,7 +141,9 @@ def _text(run: Callable[..., Array], chains_only: bool) -> tuple[Callable, Calla
         start = length + earlier_rows(tree)
         written = ragged.append(cache.tokens, start, tokens, jnp.full_like(length, tokens.shape[1]))
         depth, seen = _whole_tree(tree)
-        hidden = run(params, written, *_places(length, slots, depth, seen))
+        # To the rows of a chain those of its earlier passes are as good as committed.
+        before = start if tree.mask is None else length
+        hidden = run(params, written, *_places(before, slots, depth, seen))
         index = jnp.minimum(start[:, None] + jnp.arange(tokens.shape[1]), slots - 1)
         hidden = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
         return hidden, hidden[..., :0], TextCache(written, length)
@@ -162,8 +165,11 @@ def _whole_tree(tree: Tree) -> tuple[Int[Array, "B R"], Bool[Array, "B R R"]]:
     """
     if tree.mask is None:
         rows = tree.depth.shape[1]
-        return tree.depth, jnp.broadcast_to(jnp.tri(rows, dtype=bool), (*tree.depth.shape, rows))
-    earlier, rows = earlier_rows(tree), tree.mask.shape[2]
+        return tree.depth - tree.depth[:, :1], jnp.broadcast_to(
+            jnp.tri(rows, dtype=bool), (*tree.depth.shape, rows)
+        )
+    rows = tree.mask.shape[2]
+    earlier = rows - tree.mask.shape[1]
     both = jnp.any(tree.mask[:, :, :earlier, None] & tree.mask[:, :, None, :], axis=1)
     above = (both & jnp.tri(earlier, rows, dtype=bool)) | jnp.eye(earlier, rows, dtype=bool)
     depth = jnp.concatenate([above.sum(-1) - 1, tree.depth], axis=1)
@@ -192,7 +198,7 @@ def _entries(
     """The same with the module's own cache."""
 
     def init_cache(batch: int, slots: int, scratch: int | None = None) -> ModuleCache:
-        # One row alone would be written as XLA writes it best elsewhere: see jspec.cache.
+        # One row alone would be written as XLA writes it best elsewhere: see jspec.cache.dense.
         spare = slots if scratch is None else max(scratch, 2)
         entries = new_cache(batch, slots + spare)
         for leaf in jax.tree.leaves(entries):
@@ -204,7 +210,9 @@ def _entries(
         return ModuleCache(entries, jnp.zeros((batch,), jnp.int32), jnp.zeros((slots, spare, 0)))
 
     def forward(params: Params, cache: ModuleCache, tokens: Int[Array, "B T"], tree: Tree):
-        start = cache.layout.shape[0] + earlier_rows(tree)
+        # Of a chain alike in all rows.
+        earlier = tree.depth[0, 0] if tree.mask is None else earlier_rows(tree)
+        start = cache.layout.shape[0] + earlier
         positions = cache.length[:, None] + tree.depth
         visible = _visible(cache, tree)
         hidden, entries = run(params, tokens, positions, visible, cache.entries, start)
@@ -226,14 +234,16 @@ def _entries(
 def _visible(cache: ModuleCache, tree: Tree) -> Bool[Array, "B T slots"]:
     """Which of all S + W slots each row sees: the committed ones, and the scratch rows of its path."""
     slots, spare, _ = cache.layout.shape
-    (batch, rows), earlier = tree.depth.shape, earlier_rows(tree)
-    if earlier + rows > spare:
-        raise ValueError(f"{earlier + rows} scratch rows do not fit {spare} scratch slots")
-    mask = jnp.tri(rows, dtype=bool)[None] if tree.mask is None else tree.mask
-    mask = jnp.broadcast_to(mask, (batch, rows, earlier + rows))
+    batch, rows = tree.depth.shape
+    scratch = rows if tree.mask is None else tree.mask.shape[2]
+    if scratch > spare:
+        raise JspecError(f"{scratch} scratch rows do not fit {spare} scratch slots")
     committed = jnp.arange(slots) < cache.length[:, None, None]
-    unused = jnp.zeros((batch, rows, spare - earlier - rows), bool)
-    return jnp.concatenate([jnp.broadcast_to(committed, (batch, rows, slots)), mask, unused], axis=-1)
+    if tree.mask is None:
+        own = jnp.arange(spare) <= tree.depth[:, :, None]
+    else:
+        own = jnp.pad(tree.mask, ((0, 0), (0, 0), (0, spare - scratch)))
+    return jnp.concatenate([jnp.broadcast_to(committed, (batch, rows, slots)), own], axis=-1)
 
 
 def _move(leaf: Array, source: Int[Array, "B P"], target: Int[Array, "B P"], axis: int) -> Array:

@@ -1,6 +1,6 @@
-"""A closed-form toy law: the next token depends on the last few tokens by a table.
+"""A closed-form toy distribution: the next token depends on the last few tokens by a table.
 
-For tests and notebooks, where the law of every text has to be known exactly. It keeps
+For tests and notebooks, where the distribution of every text has to be known exactly. It keeps
 the whole `Model` contract: ragged rows, scratch writes, trees, commits.
 """
 
@@ -12,17 +12,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec import ragged
+from jspec.once import built_once
+from jspec.tree import earlier_rows
 from jspec.types import Model, Params, Tree
 
 
 class TextCache(NamedTuple):
-    """The text itself: all that a law of finite order needs."""
+    """The text itself: all that a distribution of finite order needs."""
 
     tokens: Int[Array, "B S"]
     length: Int[Array, "B"]
 
 
-def make(vocab_size: int, order: int = 1, max_length: int = 1 << 20) -> Model:
+@built_once
+def make(vocab_size: int, order: int = 1, context_length: int = 1 << 20) -> Model:
     """Build the `Model` of a table.
 
     Params: logits of shape ``[V + 1] * order + [V]``, indexed by the last ``order``
@@ -43,8 +46,9 @@ def make(vocab_size: int, order: int = 1, max_length: int = 1 << 20) -> Model:
 
     def forward(params: Params, cache: TextCache, tokens: Int[Array, "B T"], tree: Tree):
         batch, rows = tokens.shape
-        written = ragged.append(cache.tokens, cache.length, tokens, jnp.full((batch,), rows))
-        start = cache.length[:, None]
+        first = cache.length + earlier_rows(tree)
+        written = ragged.append(cache.tokens, first, tokens, jnp.full((batch,), rows))
+        start = first[:, None]
         slot = start + jnp.arange(rows)
         context = []
         for _ in range(order):
@@ -65,4 +69,4 @@ def make(vocab_size: int, order: int = 1, max_length: int = 1 << 20) -> Model:
     def unembed(params: Params, hidden: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         return hidden.astype(jnp.float32)
 
-    return Model(init_cache, forward, commit, unembed, vocab_size, max_length)
+    return Model(init_cache, forward, commit, unembed, vocab_size, context_length)

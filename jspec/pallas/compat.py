@@ -85,17 +85,17 @@ def gpu_in_place(
 
 
 def tpu_interpreter(races: bool = True, cores: int = 2, **options: Any) -> pltpu.InterpretParams:
-    """Simulate a TPU: uninitialised memory is NaN, a read out of bounds raises, races are looked for."""
+    """Simulate a TPU: uninitialised memory is NaN, a read out of bounds raises, data races are looked for."""
     return pltpu.InterpretParams(detect_races=races, num_cores_or_threads=cores, **options)
 
 
 def gpu_interpreter(races: bool = True, **options: Any) -> Any:
-    """Simulate a Hopper GPU: global and shared memory, barriers and copies; races are looked for."""
+    """Simulate a Hopper GPU: global and shared memory, barriers and copies; data races are looked for."""
     return _gpu_params.InterpretGPUParams(detect_races=races, **options)
 
 
 def races_found() -> bool:
-    """Whether an interpreted kernel has raced since `reset_interpreters` (jax 0.12 raises as well)."""
+    """Whether an interpreted kernel had a data race since `reset_interpreters` (jax 0.12 raises as well)."""
     states = [_tpu_interpreter.races, _gpu_callbacks._races]
     return any(state.races_found for state in states if state is not None)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from jspec import cache as kv
+from jspec.cache import dense
 from jspec.errors import JspecError
 from jspec.models import layers
-from jspec.pallas import law, verify
+from jspec.pallas.verify import fused, reference
 from jspec.sampling import walk
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class Kernels:
 
     name: str
     attend: Callable[..., Any] = layers.attend
-    write: Callable[..., Any] = kv.write
-    compact: Callable[..., Any] = kv.compact
+    write: Callable[..., Any] = dense.write
+    compact: Callable[..., Any] = dense.compact
     ring_multiple: int = 1  # slots, so that rings are whole tiles
     decide: Callable[..., Any] = walk.decide
 
@@ -67,36 +67,48 @@ def of_kind(platform: str, capability: str = "") -> Kernels:
     if platform == "cpu":
         return PLAIN
     if platform == "tpu":
-        from jspec.pallas import attention_tpu, compact_tpu, race_tpu, summarise_tpu
+        from jspec.pallas.attention.tpu import attend_tpu
+        from jspec.pallas.commit.tpu import compact_tpu
+        from jspec.pallas.verify.gumbel_argmax_tpu import gumbel_argmax_tpu
+        from jspec.pallas.verify.row_stats_tpu import row_stats_tpu
 
         return _guarded(
             "TPU",
-            attention_tpu.attend,
-            kv.write_windows,
-            compact_tpu.compact,
-            summarise_tpu.summarise,
-            race_tpu.race,
+            attend_tpu,
+            dense.write_windows,
+            compact_tpu,
+            row_stats_tpu,
+            gumbel_argmax_tpu,
         )
     if platform in ("gpu", "cuda") and capability.startswith("9."):
-        from jspec.pallas import attention_gpu, compact_gpu, race_gpu, summarise_gpu
+        from jspec.pallas.attention.gpu import attend_gpu
+        from jspec.pallas.commit.gpu import compact_gpu
+        from jspec.pallas.verify.gumbel_argmax_gpu import gumbel_argmax_gpu
+        from jspec.pallas.verify.row_stats_gpu import row_stats_gpu
 
         return _guarded(
             "Hopper",
-            attention_gpu.attend,
-            kv.write,
-            compact_gpu.compact,
-            summarise_gpu.summarise,
-            race_gpu.race,
+            attend_gpu,
+            dense.write,
+            compact_gpu,
+            row_stats_gpu,
+            gumbel_argmax_gpu,
         )
     log.warning("plain code: there are no kernels for %s %s", platform, capability)
     return PLAIN
 
 
 def _guarded(
-    name: str, attend: Callable, write: Callable, compact: Callable, summarise: Callable, race: Callable
+    name: str,
+    attend: Callable,
+    write: Callable,
+    compact: Callable,
+    row_stats: Callable,
+    gumbel_argmax: Callable,
 ) -> Kernels:
-    decide = verify.make(
-        or_plain("summarise", summarise, law.summarise_ref), or_plain("race", _threefry(race), law.race_ref)
+    decide = fused.make(
+        or_plain("row_stats", row_stats, reference.row_stats_ref),
+        or_plain("gumbel_argmax", _threefry(gumbel_argmax), reference.gumbel_argmax_ref),
     )
     # Under jit, so that layers of the same shape share one kernel: a program lowers it once.
     attend = jax.jit(attend, static_argnames=("scale", "window", "softcap"))
@@ -104,18 +116,18 @@ def _guarded(
         name,
         attend=or_plain("attention", attend, layers.attend),
         write=write,
-        compact=or_plain("commit", compact, kv.compact),
+        compact=or_plain("commit", compact, dense.compact),
         ring_multiple=16,
         decide=decide,
     )
 
 
-def _threefry(race: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(race)
+def _threefry(gumbel_argmax: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gumbel_argmax)
     def checked(*args: Any, **options: Any) -> Any:
         if not getattr(jax.config, "jax_threefry_partitionable"):  # noqa: B009, mypy does not know it
             raise JspecError("it makes the noise of jax_threefry_partitionable=True, which is switched off")
-        return race(*args, **options)
+        return gumbel_argmax(*args, **options)
 
     return checked
 

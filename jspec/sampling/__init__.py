@@ -1,1 +1,1 @@
-"""Drafting, verifying and the laws they keep."""
+"""Drafting, verifying and the distributions they keep."""

@@ -4,15 +4,15 @@ A tree grows level by level in one compiled program. A `Writer` runs rows of the
 growth decides which, and which tokens follow. What comes out is a `Proposal`:
 
 * `fixed`: a `Shape` known before, as a chain or a tree of ranks. Tokens are the draft's
-  best, as point masses; or drawn, siblings without replacement, each with the law of what
+  best, as point masses; or drawn, siblings without replacement, each with the distribution of what
   its earlier siblings left (Gumbel-top-k; Kool et al., arXiv 1903.06059).
 * `best_first`: the nodes of greatest joint draft probability (EAGLE-2, arXiv 2406.16858).
 * `marginals`: a shape filled from guesses for each depth that do not see each other
   (Medusa, arXiv 2401.10774).
 
-Growth that looks at what was drafted keeps the target's law only for point masses: to
+Growth that looks at what was drafted keeps the target's distribution only for point masses: to
 submit a drawn token because of its own probability would bias it. So `best_first` gives
-no laws, and the shape of drawn trees is static.
+no distributions, and the shape of drawn trees is static.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import tree
-from jspec.sampling import keys, policy
-from jspec.shapes import Shape, spread
+from jspec.sampling import distribution, keys
+from jspec.tree import TreeShape, broadcast
 from jspec.types import Context, Proposal, Tree
 
 Run = Callable[[Any, Array, Array, Tree], tuple[Array, Any]]
@@ -72,12 +72,12 @@ class Writer:
 
 
 def fixed(
-    shape: Shape, writer: Writer, start: Start, root: Int[Array, "B"], context: Context, drawn: bool
+    shape: TreeShape, writer: Writer, start: Start, root: Int[Array, "B"], context: Context, drawn: bool
 ) -> Proposal:
     """Grow a static shape. ``drawn``: rows above temperature 0 draw their tokens; else all are the best."""
     batch, count = root.shape[0], len(shape.parent)
     tokens = jnp.broadcast_to(root[:, None], (batch, count))
-    laws = [jnp.full((batch, 1, writer.vocab_size), -jnp.inf)]  # of each node; the root's is not looked at
+    logps = [jnp.full((batch, 1, writer.vocab_size), -jnp.inf)]  # of each node; the root's is not looked at
     logits, carry = start.logits[:, None], start.carry
     for level in range(1, shape.depth + 1):
         nodes, inner = np.flatnonzero(shape.levels == level), shape.inner(level - 1)
@@ -86,29 +86,29 @@ def fixed(
         if not drawn:
             found = writer.name(_top(logits, shape.widest(level))[1])
         else:
-            known, layout = writer.spread(logits), spread(batch, *shape.rows(inner))
-            law = policy.apply(context.policy, context.history, tokens, layout, known)
-            found = _draw(context, level, known, law, shape.widest(level))
-            laws += _laws(context, at, rank, law, found)
+            known, layout = writer.spread(logits), broadcast(batch, *shape.rows(inner))
+            logp = distribution.log_probs(context.policy, context.history, tokens, layout, known)
+            found = _draw(context, level, known, logp, shape.widest(level))
+            logps += _conditionals(context, at, rank, logp, found)
         tokens = tokens.at[:, nodes].set(found[:, at, rank].astype(tokens.dtype))
         if level < shape.depth:
             logits, carry = _run(shape, level, writer, carry, tokens)
-    logq = jnp.concatenate(laws, axis=1) if drawn else None
+    logq = jnp.concatenate(logps, axis=1) if drawn else None
     return Proposal(tokens, shape.tree(batch), jnp.full((batch,), count), logq)
 
 
-def _run(shape: Shape, level: int, writer: Writer, carry: Any, tokens: Array) -> tuple[Array, Any]:
+def _run(shape: TreeShape, level: int, writer: Writer, carry: Any, tokens: Array) -> tuple[Array, Any]:
     """Run the draft for the nodes of a level that have children: its newest rows."""
     nodes = shape.inner(level)
     run = np.concatenate([shape.inner(above) for above in range(1, level + 1)])
     parent, depth, sees = shape.rows(nodes, run)
     above = np.searchsorted(run, parent) if level > 1 else np.full_like(parent, -1)
-    layout = spread(len(tokens), above, depth - 1, sees)
+    layout = broadcast(len(tokens), above, depth - 1, sees)
     return writer.run(carry, tokens[:, nodes], layout.parent, layout)
 
 
 def _draw(
-    context: Context, level: int, logits: Float[Array, "B T V"], law: Float[Array, "B T V"], count: int
+    context: Context, level: int, logits: Float[Array, "B T V"], logp: Float[Array, "B T V"], count: int
 ) -> Int[Array, "B T count"]:
     """Tokens drawn without replacement, in their order (Gumbel-top-k).
 
@@ -116,29 +116,29 @@ def _draw(
     target takes. A row at temperature 0 takes the best tokens.
     """
     each = jax.vmap(jax.random.fold_in)(keys.wrap(context.key), context.offset + level)
-    noise = jax.vmap(keys.gumbel, (0, None))(each, law.shape[-1])
-    warm = (context.policy.temperature > 0)[:, None, None]
-    return _top(jnp.where(warm, law + noise[:, None], logits), count)[1]
+    noise = jax.vmap(keys.gumbel, (0, None))(each, logp.shape[-1])
+    sampled = (context.policy.temperature > 0)[:, None, None]
+    return _top(jnp.where(sampled, logp + noise[:, None], logits), count)[1]
 
 
-def _laws(
-    context: Context, at: np.ndarray, rank: np.ndarray, law: Float[Array, "B T V"], found: Array
+def _conditionals(
+    context: Context, at: np.ndarray, rank: np.ndarray, logp: Float[Array, "B T V"], found: Array
 ) -> list[Float[Array, "B 1 V"]]:
-    """The law that each node of a level was drawn from: that of its row without its earlier siblings.
+    """The distribution that each node of a level was drawn from: its row without its earlier siblings.
 
     Row by row, for XLA on CPU gathers and scatters element by element. A row at
     temperature 0 has -inf everywhere: its tokens are point masses.
     """
-    warm = (context.policy.temperature > 0)[:, None, None]
-    token = jnp.arange(law.shape[-1])
+    sampled = (context.policy.temperature > 0)[:, None, None]
+    token = jnp.arange(logp.shape[-1])
     left: dict[tuple, Array] = {}
     for row, r in zip(at, rank, strict=True):  # siblings stand in the order of their ranks
-        own = law[:, row : row + 1]
+        own = logp[:, row : row + 1]
         if r:
             own = jnp.where(token == found[:, row, r - 1][:, None, None], -jnp.inf, left[row, r - 1])
             own = own - jax.nn.logsumexp(own, axis=-1, keepdims=True)
         left[row, r] = own
-    return [jnp.where(warm, own, -jnp.inf) for own in left.values()]
+    return [jnp.where(sampled, own, -jnp.inf) for own in left.values()]
 
 
 def _top(
@@ -205,7 +205,9 @@ def _rank(size: int, pool: _Pool, writer: Writer, root: Int[Array, "B"]) -> Prop
     return Proposal(tokens, layout, jnp.full((batch,), size + 1))
 
 
-def marginals(shape: Shape, logits: Float[Array, "B M W"], writer: Writer, root: Int[Array, "B"]) -> Proposal:
+def marginals(
+    shape: TreeShape, logits: Float[Array, "B M W"], writer: Writer, root: Int[Array, "B"]
+) -> Proposal:
     """Fill a shape from guesses for each depth: a node of rank r is the r-th best of its depth."""
     batch, width = root.shape[0], max(map(shape.widest, range(1, shape.depth + 1)))
     best = writer.name(_top(logits, width)[1])

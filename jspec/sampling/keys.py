@@ -10,7 +10,7 @@ drafted and verified several times: keys by absolute position would repeat after
 rejection, which biases block verification. Nothing depends on the batch, so a row's
 text does not change with its neighbours, their order, or a pause.
 
-Only the coupled rule's noise goes by the absolute position of the token to be drawn:
+Only the coupled verifier's noise goes by the absolute position of the token to be drawn:
 there the draft and the target are meant to meet the same noise again.
 """
 
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -39,7 +41,7 @@ def wrap(data: UInt32[Array, "*batch 2"]) -> Array:
     return jax.random.wrap_key_data(data, impl=IMPL)
 
 
-def row_keys(source: Array | Sequence[int], batch: int) -> UInt32[Array, "{batch} 2"]:
+def row_keys(source: Any, batch: int) -> UInt32[Array, "{batch} 2"]:
     """Keys for the rows of a batch, from one seed a row or from one `jax.random.key`.
 
     A row's key depends on its own seed, an integer from 0 to 2**64 - 1, and on nothing
@@ -58,9 +60,14 @@ def row_keys(source: Array | Sequence[int], batch: int) -> UInt32[Array, "{batch
             raise JspecError(f"a key must be one jax.random.key(...), not {source.dtype}{list(source.shape)}")
         own = jax.vmap(jax.random.fold_in, (None, 0))(source, jnp.arange(batch))
         return jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(own)
+    if not isinstance(source, Sequence | np.ndarray) or np.ndim(source) != 1:
+        raise JspecError(f"key is {source!r}; it must be jax.random.key(...), or one seed for each row")
     if len(source) != batch:
         raise JspecError(f"{len(source)} seeds were given for {batch} rows: each row needs one")
-    words = [divmod(operator.index(seed), WORD) for seed in source]
+    try:
+        words = [divmod(operator.index(seed), WORD) for seed in source]
+    except TypeError:
+        raise JspecError(f"the seeds {list(source)!r} should be integers") from None
     for seed, (high, _) in zip(source, words, strict=True):
         if not 0 <= high < WORD:
             raise JspecError(f"seed {seed} is out of range: it must be from 0 to 2**64 - 1")
@@ -85,7 +92,7 @@ def draft_keys(key: UInt32[Array, "B 2"], position: Int[Array, "B"]) -> UInt32[A
 
     Node i is to be drawn with ``fold_in(wrap(draft key), i)``. From these keys nobody can
     get to the row's key or to the verifier's: a drafter that shared the noise of NEXT
-    would change the law of the text.
+    would change the distribution of the text.
 
     >>> draft_keys(row_keys([7, 8], 2), jnp.array([5, 5])).shape
     (2, 2)
@@ -95,7 +102,7 @@ def draft_keys(key: UInt32[Array, "B 2"], position: Int[Array, "B"]) -> UInt32[A
 
 
 def coupled_keys(key: UInt32[Array, "*batch 2"]) -> UInt32[Array, "*batch 2"]:
-    """What `coupled_noise` is made from: all that a drafter of the coupled rule needs to know."""
+    """What `coupled_noise` is made from: all that a drafter of the coupled verifier needs to know."""
     typed = wrap(key)
     fold_all = jnp.vectorize(lambda one: jax.random.fold_in(one, COUPLED))
     return jax.random.key_data(fold_all(typed))

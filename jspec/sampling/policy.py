@@ -1,186 +1,89 @@
-"""The target law: from logits to the log-probabilities that text is drawn from.
+"""Sampling settings: checked on the host, and laid out as a `jspec.types.Policy`.
 
-There is one law, `apply`, for plain decoding, drafting, verifying and the bonus token.
-It gives a distribution; drawing is the caller's. Every setting is a traced array with
-one entry a row, so requests mix in one batch and one compiled program serves them all;
-a part that no row uses is skipped at run time.
-
-The order is that of transformers (``generation/utils.py``, ``_get_logits_processor``):
-
-1. ``bias``: logit bias, allowed and banned tokens;
-2. repetition penalty (Keskar et al. 2019; prompt and generated tokens): positive logits
-   are divided by it, others multiplied, the bias included;
-3. frequency and presence penalty (OpenAI's, as in vLLM; generated tokens only);
-4. stop tokens are banned until ``min_new_tokens`` are written;
-5. temperature; 0 ends here: all mass on the greatest logit, the lowest id in a tie;
-6. top-k, 7. top-p (of the law that top-k left, renormalised), 8. min-p.
-
-top-k and top-p cut at a threshold, so **ties stay**: ``top_k=2`` with three equal greatest
-logits keeps three. The threshold is exact and found without sorting, one bit a pass, for
-order among floats is order among their bits.
-
-A row is an error if its logits hold NaN or +inf or if nothing is left: it comes out all
-NaN or all -inf, so that its greatest value is not finite; no step may hide that. -inf in
-logits, as of a padded vocabulary, is legal.
+What they do to logits is `jspec.sampling.distribution`.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from jspec.errors import JspecError
-from jspec.sampling import truncate
-from jspec.sampling.truncate import any_of, each
-from jspec.types import Tree
-
-
-class Policy(NamedTuple):
-    """Sampling settings, one entry a row, all traced. Make one with `make` or `greedy`."""
-
-    temperature: Float[Array, "B"]  # 0: greedy
-    top_k: Int[Array, "B"]  # 0: off
-    top_p: Float[Array, "B"]  # 1: off
-    min_p: Float[Array, "B"]  # 0: off
-    repetition_penalty: Float[Array, "B"]  # 1: off; prompt and generated tokens
-    presence_penalty: Float[Array, "B"]  # 0: off; generated tokens only
-    frequency_penalty: Float[Array, "B"]  # 0: off; generated tokens only
-    min_new_tokens: Int[Array, "B"]  # no stop token before so many others
-    bias: Float[Array, "B V"]  # added to the logits; -inf: never
-
-
-class History(NamedTuple):
-    """The text of each row so far; slots of ``tokens`` at and after ``length`` mean nothing."""
-
-    tokens: Int[Array, "B S"]
-    length: Int[Array, "B"]
-    prompt_length: Int[Array, "B"]
-    stop: Int[Array, "B Q"]  # token ids that end a row; -1 fills the table
-
-
-def apply(
-    policy: Policy, history: History, nodes: Int[Array, "B R"], tree: Tree, logits: Float[Array, "B N V"]
-) -> Float[Array, "B N V"]:
-    """The law of the token after each node: normalised log-probabilities, -inf where excluded.
-
-    ``nodes`` are token ids; node 0, the root, is the last token of the history. What
-    comes before node i's successor is the history, then i's ancestors below the root, then
-    i itself. Of a tree of R nodes the law may be asked at N of them: mask [B, N, R].
-    float64 logits give float64, all others float32. Everything is traced but shapes and
-    whether the tree is a chain. Raises nothing: see the NaN rule above.
-
-    >>> from jspec import tree
-    >>> history = History(jnp.array([[2, 0]]), jnp.array([1]), jnp.array([1]), jnp.array([[-1]]))
-    >>> logits = jnp.log(jnp.array([[[.4, .1, .5]]]))
-    >>> jnp.exp(apply(make(1, 3, top_k=2), history, jnp.array([[2]]), tree.chain(1, 1), logits)).tolist()
-    [[[0.444, 0.0, 0.556]]]
-    """
-    dtype = jnp.promote_types(logits.dtype, jnp.float32)
-    policy = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, policy)
-    x = logits.astype(dtype)
-    x = jax.lax.cond(
-        is_adjusted(policy, history, tree), lambda x: adjust(policy, history, nodes, tree, x), lambda x: x, x
-    )
-    top = truncate.greatest(x)
-    sampled = policy.temperature > 0
-
-    def mix(law):
-        return jnp.where(each(sampled), law, truncate.greedy(x, top))
-
-    def warm():
-        return jax.lax.cond(any_of(~sampled), mix, lambda law: law, truncate.sampled(policy, x, top))
-
-    return jax.lax.cond(any_of(sampled), warm, lambda: truncate.greedy(x, top))  # all greedy: no exp
-
-
-def is_adjusted(policy: Policy, history: History, tree: Tree) -> Bool[Array, ""]:
-    """Whether `adjust` changes any logit of this round."""
-    return any_of(policy.bias, _penalised(policy), _early(policy, history, tree))
-
-
-def adjust(
-    policy: Policy, history: History, nodes: Int[Array, "B R"], tree: Tree, x: Float[Array, "B N V"]
-) -> Float[Array, "B N V"]:
-    """Bias, penalties and the ban on early stops, steps 1 to 4. Each adds, for `where` might hide a NaN."""
-    row = jnp.arange(x.shape[0])[:, None]
-    x = x + policy.bias[:, None, :].astype(x.dtype)
-    x = jax.lax.cond(_penalised(policy), lambda x: _penalise(policy, history, nodes, tree, x), lambda x: x, x)
-    stop = jnp.where(history.stop >= 0, history.stop, x.shape[-1])  # no wrapping around
-    ban = jnp.zeros((x.shape[0], x.shape[-1]), x.dtype).at[row, stop].set(-jnp.inf, mode="drop")
-    return x + jnp.where(_early(policy, history, tree)[:, :, None], ban[:, None, :], 0)
-
-
-def _penalised(policy: Policy) -> Bool[Array, ""]:
-    return any_of(policy.presence_penalty, policy.frequency_penalty, policy.repetition_penalty != 1)
-
-
-def _early(policy: Policy, history: History, tree: Tree) -> Bool[Array, "B N"]:
-    """Where no stop token may follow yet."""
-    generated = (history.length - history.prompt_length)[:, None] + tree.depth
-    return generated < policy.min_new_tokens[:, None]
-
-
-def _penalise(policy: Policy, history: History, nodes: Array, tree: Tree, x: Array) -> Array:
-    """Repetition, frequency and presence penalties, from counts of each node's own text."""
-    batch, count, vocab = x.shape
-    row = jnp.arange(batch)[:, None]
-    slot = jnp.arange(history.tokens.shape[1])
-    tokens = jnp.where(slot < history.length[:, None], history.tokens, vocab)  # beyond V: dropped
-    written = (slot >= history.prompt_length[:, None]).astype(jnp.int32)
-    counts = jnp.zeros((batch, 2, vocab), x.dtype).at[row, written, tokens].add(1, mode="drop")
-    index = jnp.arange(nodes.shape[1])
-    above = index[:, None] >= index if tree.mask is None else tree.mask
-    above = jnp.broadcast_to(above & (index > 0), (batch, count, len(index)))  # the history has the root
-    generated = jnp.broadcast_to(counts[:, 1:], x.shape)
-    at = row[:, :, None], jnp.arange(count)[:, None], nodes[:, None, :]
-    generated = generated.at[at].add(above, mode="drop")
-    seen = (counts[:, :1] > 0) | (generated > 0)
-    penalty = each(policy.repetition_penalty)
-    x = jnp.where(seen, jnp.where(x < 0, x * penalty, x / penalty), x)
-    x -= each(policy.frequency_penalty) * generated
-    return x - each(policy.presence_penalty) * (generated > 0)
-
+from jspec.types import Policy
 
 _LARGEST = np.finfo(np.float32).max
-_COUNT = (lambda v: (v >= 0) & (v <= _LARGEST) & (v == np.floor(v)), "an integer, 0 (off) or more")
-_RANGES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
-    "temperature": (lambda v: (v >= 0) & (v <= _LARGEST), "finite and 0 (greedy) or more"),
-    "top_k": _COUNT,
-    "top_p": (lambda v: (v > 0) & (v <= 1), "more than 0 and at most 1 (off)"),
-    "min_p": (lambda v: (v >= 0) & (v <= 1), "from 0 (off) to 1"),
-    "repetition_penalty": (lambda v: (v > 0) & (v <= _LARGEST), "finite and more than 0 (1: off)"),
-    "presence_penalty": (lambda v: np.abs(v) <= _LARGEST, "finite (0: off)"),
-    "frequency_penalty": (lambda v: np.abs(v) <= _LARGEST, "finite (0: off)"),
-    "min_new_tokens": _COUNT,
+
+
+class Setting(NamedTuple):
+    """A number a row: its neutral value, which values are allowed, and what they mean."""
+
+    neutral: float
+    is_allowed: Callable[[np.ndarray], np.ndarray]
+    allowed: str
+    help: str
+    count: bool = False  # type: ignore[assignment]  # a whole number
+
+
+def _count(help: str) -> Setting:
+    def is_allowed(v: np.ndarray) -> np.ndarray:
+        allowed: np.ndarray = (v >= 0) & (v <= _LARGEST) & (v == np.floor(v))
+        return allowed
+
+    return Setting(0, is_allowed, "an integer, 0 (off) or more", help, count=True)
+
+
+def _finite(help: str) -> Setting:
+    return Setting(0.0, lambda v: np.abs(v) <= _LARGEST, "finite (0: off)", help)
+
+
+SETTINGS: dict[str, Setting] = {
+    "temperature": Setting(
+        1.0, lambda v: (v >= 0) & (v <= _LARGEST), "finite and 0 (greedy) or more", "0 is greedy."
+    ),
+    "top_k": _count("0 is off."),
+    "top_p": Setting(1.0, lambda v: (v > 0) & (v <= 1), "more than 0 and at most 1 (off)", "1 is off."),
+    "min_p": Setting(0.0, lambda v: (v >= 0) & (v <= 1), "from 0 (off) to 1", "0 is off."),
+    "repetition_penalty": Setting(
+        1.0,
+        lambda v: (v > 0) & (v <= _LARGEST),
+        "finite and more than 0 (1: off)",
+        "Prompt and answer; 1 is off.",
+    ),
+    "presence_penalty": _finite("Answer only; 0 is off."),
+    "frequency_penalty": _finite("Answer only; 0 is off."),
+    "min_new_tokens": _count("No stop token before so many."),
 }
+"""The fields of `Policy` that are one number a row. The command's options are made from it."""
+
+BIASES = ("logit_bias", "allowed", "banned")
+"""Settings that together make the field ``bias``; -inf last."""
+
+NEUTRAL: dict[str, float] = {"bias": 0.0}
+"""Fields that are no `SETTINGS`, and the value that changes nothing."""
 
 
-def make(
-    batch: int,
-    vocab_size: int,
-    *,
-    temperature: Any = 1.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    repetition_penalty: Any = 1.0,
-    presence_penalty: Any = 0.0,
-    frequency_penalty: Any = 0.0,
-    min_new_tokens: Any = 0,
-    logit_bias: Any = None,
-    allowed: Any = None,
-    banned: Any = (),
-) -> Policy:
+def neutral(field: str) -> float:
+    """The value of a field of `Policy` that changes nothing."""
+    return SETTINGS[field].neutral if field in SETTINGS else NEUTRAL[field]
+
+
+def make(batch: int, vocab_size: int, **settings: Any) -> Policy:
     """Check settings on the host and lay them out, B rows of them; the defaults change nothing.
 
-    Numbers are one for all rows or a sequence of B. ``logit_bias`` is a dict {token id:
-    bias}, ``allowed`` (None: all) and ``banned`` are token ids, or each is a sequence of
-    B such. `JspecError` names the setting, its value and the allowed range.
+    Args:
+        batch: B.
+        vocab_size: V.
+        **settings: numbers of `SETTINGS` (temperature, top_k, top_p, min_p, repetition_penalty,
+            presence_penalty, frequency_penalty, min_new_tokens), one for all rows or a
+            sequence of B; and ``logit_bias``, a dict {token id: bias}, ``allowed`` (None: all)
+            and ``banned``, token ids, or a sequence of B of any of these.
+
+    Raises:
+        JspecError: an unknown setting, or one out of range: its name, its value and what is allowed.
 
     >>> make(2, 50, temperature=[0, 0.8], top_p=0.9, banned=[3]).temperature.tolist()
     [0.0, 0.8]
@@ -188,11 +91,14 @@ def make(
     Traceback (most recent call last):
     jspec.errors.JspecError: top_p is 0; it must be more than 0 and at most 1 (off)
     """
-    given = locals()
-    columns = {name: _column(name, given[name], batch) for name in _RANGES}
+    _check_names(settings)
+    columns = {
+        name: _column(name, setting, settings.get(name, setting.neutral), batch)
+        for name, setting in SETTINGS.items()
+    }
     bias = np.zeros((batch, vocab_size))
-    for name in ("logit_bias", "allowed", "banned"):  # -inf last
-        for entry, row in zip(_entries(name, given[name], batch), bias, strict=True):
+    for name in BIASES:
+        for entry, row in zip(_entries(name, settings.get(name), batch), bias, strict=True):
             if entry is not None:
                 _write(name, entry, row)
     for index in np.flatnonzero(np.all(np.isneginf(bias), axis=1)):
@@ -205,18 +111,28 @@ def greedy(batch: int, vocab_size: int) -> Policy:
     return make(batch, vocab_size, temperature=0.0)
 
 
-def _column(name: str, value: Any, batch: int) -> np.ndarray:
+def _check_names(settings: Collection[str]) -> None:
+    """Raise for a setting that is not there; the nearest name is told."""
+    known = (*SETTINGS, *BIASES)
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            rather = f"; did you mean {near[0]!r}?" if near else f": the settings are {', '.join(known)}"
+            raise JspecError(f"unknown sampling setting {name!r}{rather}")
+
+
+def _column(name: str, setting: Setting, value: Any, batch: int) -> np.ndarray:
     """One number a row, in range."""
-    inside, allowed = _RANGES[name]
     if np.shape(value) not in ((), (batch,)):
         raise JspecError(f"{name} is {value!r}; it must be one number, or one for each of {batch} rows")
-    column = np.broadcast_to(value, (batch,))
+    column: np.ndarray = np.broadcast_to(value, (batch,))
     if column.dtype.kind not in "iuf":
-        raise JspecError(f"{name} is {value!r}; it must be a number, {allowed}")
-    for bad in column[~inside(column)]:
-        raise JspecError(f"{name} is {bad}; it must be {allowed}")
-    if _RANGES[name] is _COUNT:
-        return np.minimum(column, np.iinfo(np.int32).max).astype(np.int32)
+        raise JspecError(f"{name} is {value!r}; it must be a number, {setting.allowed}")
+    for bad in column[~setting.is_allowed(column)]:
+        raise JspecError(f"{name} is {bad}; it must be {setting.allowed}")
+    if setting.count:
+        column = np.minimum(column, np.iinfo(np.int32).max)
+        return column.astype(np.int32)
     return column.astype(np.float64)  # jax makes it float32, unless 64 bits are enabled
 
 

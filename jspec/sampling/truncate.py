@@ -1,11 +1,11 @@
-"""Temperature, top-k, top-p and min-p: a row's law as two thresholds and a total.
+"""Temperature, top-k, top-p and min-p: a row's distribution as two thresholds and a total.
 
-The steps 5 to 8 of `jspec.sampling.policy`. No array of V is kept: a law is its logits x and
+The steps 5 to 8 of `jspec.sampling.policy`. No array of V is kept: a distribution is its logits x and
 
     log p = (x - top) / temperature - log_total   where x >= cut and p >= min_p * the greatest
 
-so a kernel that finds ``top``, ``cut`` and ``log_total`` (`jspec.pallas`) has found the law.
-``policy`` is a `jspec.sampling.policy.Policy`, of which the four settings are read.
+so a kernel that finds ``top``, ``cut`` and ``log_total`` (`jspec.pallas`) has found the distribution.
+``policy`` is a `jspec.types.Policy`, of which the four settings are read.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def greedy(x: Array, top: Array) -> Array:
 
 
 def sampled(policy: Any, x: Array, top: Array) -> Array:
-    """The law of rows whose temperature is not 0."""
+    """The distribution of rows whose temperature is not 0."""
     return kept(policy, x, top, *truncate(policy, x, top))
 
 
 def scale(policy: Any, x: Array, top: Array) -> Array:
     """Over the temperature, and at most 0, so that no temperature is too low for the float's range."""
-    warm = jnp.minimum(policy.temperature, 1e30)  # 1 / it is not 0
-    return (x - top) / each(jnp.where(policy.temperature > 0, warm, 1))
+    sampled = jnp.minimum(policy.temperature, 1e30)  # 1 / it is not 0
+    return (x - top) / each(jnp.where(policy.temperature > 0, sampled, 1))
 
 
 def _total(values: Array) -> Array:
@@ -58,7 +58,7 @@ def _total(values: Array) -> Array:
 
 
 def kept(policy: Any, x: Array, top: Array, cut: Array, log_total: Array | float) -> Array:
-    """The law of sampled rows from what `truncate` found."""
+    """The distribution of sampled rows from what `truncate` found."""
     scaled = scale(policy, x, top)
     return jnp.where((x < cut) | (scaled < jnp.log(each(policy.min_p))), -jnp.inf, scaled) - log_total
 

@@ -9,26 +9,25 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import api
-from jspec.certify import exact_law, greedy_text, report, rules
+from jspec.certify import exact, exact_distribution, greedy_text, report
 from jspec.certify.tiny import tiny
 from jspec.errors import JspecError
 from jspec.models import table
-from jspec.sampling import verify
-from jspec.sampling.drafters.model import model as draft_model
+from jspec.sampling import verifiers
+from jspec.sampling.drafters.draft_model import draft_model
 from jspec.sampling.drafters.ngram import ngram
 from tests import oracle
 from tests.tiny import folder as tiny_folder
 
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6, 5, 6, 5]]
-gullible = dataclasses.replace(verify.token, accept=lambda proposal, law: jnp.ones(law.shape[0]))
-forgetful = dataclasses.replace(verify.token, residual=lambda proposal, law, node: law[node])
-typical = dataclasses.replace(verify.token, name="typical_lossy", lossless=False)
+gullible = dataclasses.replace(verifiers.token, accept=lambda proposal, probs: jnp.ones(probs.shape[0]))
+forgetful = dataclasses.replace(verifiers.token, residual=lambda proposal, probs, node: probs[node])
+typical = dataclasses.replace(verifiers.token, name="typical_lossy", lossless=False)
 
 
 @pytest.fixture
-def few_laws(monkeypatch):
-    monkeypatch.setattr(rules, "INSTANCES", {"random": rules.INSTANCES["random"]})
+def few_distributions(monkeypatch):
+    monkeypatch.setattr(exact, "INSTANCES", {"random": exact.INSTANCES["random"]})
 
 
 NGRAM = ngram(4, min_ngram=1), None  # one value each, so that a loop is compiled once
@@ -46,7 +45,7 @@ def test_the_same_program_writes_the_same_bits():
 
 def test_a_draft_that_is_not_checked_is_a_fault():
     for same_shape in (False, True):
-        found = greedy_text(*TABLE, *TABLE_DRAFT, PROMPTS, rule=gullible, same_shape=same_shape)
+        found = greedy_text(*TABLE, *TABLE_DRAFT, PROMPTS, verifier=gullible, same_shape=same_shape)
         assert found.faults == len(found.differences) == 3
         for difference in found.differences:
             assert difference.margin > 0 and difference.plain != difference.drafted
@@ -57,7 +56,7 @@ def test_a_tie_is_no_fault_unless_the_program_is_the_same():
     nearly = jnp.array([[0.0, 1.0, 1.0 - 1e-5], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     target = table.make(3), nearly
     draft = draft_model(table.make(3), 2, greedy=True), nearly.at[0, 2].set(9.0)
-    check = functools.partial(greedy_text, *target, *draft, [[0]], rule=gullible, max_new_tokens=8)
+    check = functools.partial(greedy_text, *target, *draft, [[0]], verifier=gullible, max_new_tokens=8)
     found = check()
     (flip,) = found.differences
     assert flip[:4] == (0, 0, 1, 2) and flip.verdict == "tie flip" and found.faults == 0
@@ -67,29 +66,29 @@ def test_a_tie_is_no_fault_unless_the_program_is_the_same():
 
 def test_a_stop_token_ends_both_texts():
     text = oracle.greedy_text(*TABLE, [1, 2], 22)
-    found = greedy_text(*TABLE, *TABLE_DRAFT, [[1, 2]], max_new_tokens=20, stop=text[6:7])
+    found = greedy_text(*TABLE, *TABLE_DRAFT, [[1, 2]], max_new_tokens=20, stop_token_ids=text[6:7])
     assert found.tokens == text[2:].index(text[6]) + 1 and not found.differences
 
 
-def test_exact_law_finds_a_rule_that_is_wrong(few_laws):
-    assert max(found.error for found in exact_law(verify.block)) < report.EXACT
-    wrong = {found.drafts: found.error for found in exact_law(forgetful)}
+def test_exact_distribution_finds_a_verifier_that_is_wrong(few_distributions):
+    assert max(found.error for found in exact_distribution(verifiers.block)) < report.EXACT
+    wrong = {found.drafts: found.error for found in exact_distribution(forgetful)}
     assert min(wrong.values()) > 0.01
-    assert exact_law(verify.coupled) == []
+    assert exact_distribution(verifiers.coupled) == []
 
 
-def test_a_lossy_rule_is_refused():
+def test_a_lossy_verifier_is_refused():
     with pytest.raises(JspecError, match="'typical_lossy' is lossy"):
-        exact_law(typical)
+        exact_distribution(typical)
     with pytest.raises(JspecError, match="nothing to certify"):
-        greedy_text(*TABLE, *NGRAM, PROMPTS, rule=typical)
+        greedy_text(*TABLE, *NGRAM, PROMPTS, verifier=typical)
     with pytest.raises(JspecError, match="nothing to certify"):
         jspec.certify.chi_square(*tiny(0), ngram(2), None, typical)
 
 
-def test_a_target_whose_law_cannot_be_enumerated_is_refused():
+def test_a_target_whose_distribution_cannot_be_enumerated_is_refused():
     with pytest.raises(JspecError, match="32 tokens cannot be enumerated"):
-        jspec.certify.chi_square(*oracle.tiny_llama(), ngram(2), None, verify.token)
+        jspec.certify.chi_square(*oracle.tiny_llama(), ngram(2), None, verifiers.token)
 
 
 @pytest.fixture(scope="module")
@@ -105,36 +104,39 @@ def options(folder, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_command(jspec, options, few_laws):
-    rules_of = ("--verifier", "block", "--verifier", "coupled")
-    code, out, _ = jspec(*options, "--draft", "self:1", *rules_of)
+def test_the_command(jspec, options, few_distributions):
+    verifiers_of = ("--verifier", "block", "--verifier", "coupled")
+    code, out, _ = jspec(*options, "--draft", "self:1", *verifiers_of)
     assert code == 0 and out.splitlines()[-1] == "certified: no fault found"
     assert "same shape  2 prompts" in out and "tokens equal bit for bit" in out
-    assert "exact law   block, sampled chain: 17 settings" in out and "coupled     0 texts differ" in out
+    assert (
+        "exact distribution   block, sampled chain: 17 settings" in out
+        and "coupled     0 texts differ" in out
+    )
 
 
-def test_the_command_ends_with_1_at_a_fault(jspec, options, few_laws, monkeypatch):
-    monkeypatch.setitem(api.VERIFIERS, "token", gullible)
+def test_the_command_ends_with_1_at_a_fault(jspec, options, few_distributions, monkeypatch):
+    monkeypatch.setitem(verifiers.VERIFIERS, "token", gullible)
     code, out, err = jspec(*options, "--draft", "self:1", "--verifier", "token", "--json")
     found = json.loads(out)
     assert code == 1 and "Traceback" not in err and not found["certified"] and found["draft"] == "self:1"
     assert [len(c["p_values"]) for c in found["chi_square"]] == [6]
     faults = found["faults"]
     assert any("greedy text" in f for f in faults) and any("in the same program" in f for f in faults)
-    assert any("misses the law" in f for f in faults)
-    assert any("writes another law: p = 0" in f for f in faults)
+    assert any("misses the target" in f for f in faults)
+    assert any("writes another distribution: p = 0" in f for f in faults)
 
 
-def test_the_command_refuses_a_lossy_rule(jspec, options, monkeypatch):
-    monkeypatch.setitem(api.VERIFIERS, "token", typical)
+def test_the_command_refuses_a_lossy_verifier(jspec, options, monkeypatch):
+    monkeypatch.setitem(verifiers.VERIFIERS, "token", typical)
     code, out, err = jspec(*options, "--verifier", "token")
     assert code == 1 and out == "" and "is lossy" in err and "Traceback" not in err
 
 
-def test_half_precision_is_certified_on_its_own_terms(few_laws):
-    """bfloat16: the loop's law is that of the same rounded model, and ties are wider."""
+def test_half_precision_is_certified_on_its_own_terms(few_distributions):
+    """bfloat16: the loop's distribution is that of the same rounded model, and ties are wider."""
     found = jspec.certify.chi_square(
-        *tiny(0, "bfloat16"), draft_model(tiny(1, "bfloat16")[0], 3), tiny(1, "bfloat16")[1], verify.token,
+        *tiny(0, "bfloat16"), draft_model(tiny(1, "bfloat16")[0], 3), tiny(1, "bfloat16")[1], verifiers.token,
         rows=1000,
     )  # fmt: skip
     assert min(found.p_values) > 1e-6 and 0 < found.acceptance_rate < 1

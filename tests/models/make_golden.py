@@ -43,7 +43,7 @@ GEMMA = dict(
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 # Odd on purpose: heads as wide as nothing else, one kv head, windows far shorter than the text.
-CASES = {
+MODELS = {
     "gqa_untied": {},
     "tied": dict(tie_word_embeddings=True),
     "one_kv_head": dict(num_key_value_heads=1),
@@ -80,6 +80,56 @@ CASES = {
     ),
 }
 
+# Texts are of 24 tokens: longer than an original length of 16, shorter than one of 48.
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=100.0,
+    short_factor=[1.0 + 0.1 * i for i in range(10)],
+    long_factor=[2.0 + 0.7 * i for i in range(10)],
+)
+ROPES = {
+    "yarn": dict(head_dim=24, rope_parameters=YARN),
+    "yarn_settings": dict(
+        model_type="qwen3",
+        head_dim=20,
+        rope_parameters=dict(
+            **YARN, mscale=2.0, mscale_all_dim=0.5, beta_fast=2.0, beta_slow=0.25, truncate=False
+        ),
+    ),
+    "yarn_attention": dict(model_type="qwen2", rope_parameters=dict(**YARN, attention_factor=1.5)),
+    "longrope_long": dict(head_dim=20, rope_parameters=dict(**LONGROPE, original_max_position_embeddings=16)),
+    "longrope_short": dict(
+        model_type="mistral",
+        sliding_window=5,
+        head_dim=20,
+        max_position_embeddings=48,
+        rope_parameters=dict(**LONGROPE, original_max_position_embeddings=48, factor=8.0),
+    ),
+    "dynamic": dict(
+        model_type="qwen3",
+        head_dim=12,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=50.0, factor=4.0),
+    ),
+    "gemma3_ropes": dict(
+        **GEMMA,
+        layer_types=[LOCAL, FULL, LOCAL],
+        num_key_value_heads=1,
+        rope_parameters={
+            FULL: YARN,
+            LOCAL: dict(
+                rope_type="longrope",
+                rope_theta=300.0,
+                factor=3.0,
+                short_factor=[1.0] * 6,
+                long_factor=[1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+                original_max_position_embeddings=16,
+            ),
+        },
+    ),
+}
+CASES = MODELS | ROPES
+
 
 def make(name: str, folder: Path) -> None:
     """Save one model and its logits on two prompts."""
@@ -88,7 +138,8 @@ def make(name: str, folder: Path) -> None:
 
     settings = {"model_type": "llama", **BASE, **CASES[name]}
     family = settings.pop("model_type")
-    siblings = [n for n, case in CASES.items() if case.get("model_type", "llama") == family]
+    table = MODELS if name in MODELS else ROPES
+    siblings = [n for n, case in table.items() if case.get("model_type", "llama") == family]
     torch.manual_seed(sorted(siblings).index(name))
     config = AutoConfig.for_model(family, **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

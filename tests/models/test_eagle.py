@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, tree
-from jspec.heads import load_head
+from jspec import tree
 from jspec.types import Tree
+from jspec.weights.heads import load_head
+from jspec.weights.load import load_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden" / "heads"
 EAGLE1 = ["eagle1/head_bias", "eagle1/head_nobias"]
@@ -22,14 +23,14 @@ SLOTS = 32
 
 @lru_cache
 def target(method: str):
-    return checkpoint.load(GOLDEN / method / "target")
+    return load_checkpoint(GOLDEN / method / "target")
 
 
 @lru_cache
-def features(method: str, taps: tuple[int, ...], prompt: tuple[int, ...]):
-    """The target's tapped states."""
+def features(method: str, feature_layers: tuple[int, ...], prompt: tuple[int, ...]):
+    """What the target's feature layers give on a prompt."""
     base, tokens = target(method), jnp.array([prompt])
-    model = base.family.make(base.config, taps=taps)
+    model = base.family.make(base.config, feature_layers=feature_layers)
     cache = model.init_cache(1, SLOTS)
     return jax.jit(model.forward)(base.params, cache, tokens, tree.chain(*tokens.shape))[1]
 
@@ -41,14 +42,16 @@ def load(case: str):
     loaded = load_head(GOLDEN / case, base)
     with np.load(GOLDEN / case / "golden.npz") as saved:
         golden = dict(saved)
-    tapped = features(case.split("/")[0], loaded.head.taps, tuple(golden["prompt"].tolist()))
+    features_of_prompt = features(
+        case.split("/")[0], loaded.head.feature_layers, tuple(golden["prompt"].tolist())
+    )
 
     @jax.jit
     def step(params, cache, tokens, stream, tree):
         hidden, stream, cache = loaded.head.forward(params, cache, tokens, stream, tree)
         return loaded.head.unembed(params, hidden), stream, cache
 
-    return loaded, step, golden, tapped
+    return loaded, step, golden, features_of_prompt
 
 
 def assert_close(got, wanted) -> None:
@@ -58,11 +61,11 @@ def assert_close(got, wanted) -> None:
 
 @pytest.mark.parametrize("case", [*EAGLE1, *EAGLE3])
 def test_a_head_drafts_what_the_original_does(case):
-    loaded, step, golden, tapped = load(case)
+    loaded, step, golden, features_of_prompt = load(case)
     head, params = loaded.head, loaded.params
     if "features" in golden:
-        assert_close(tapped[0], golden["features"])
-    stream = jax.jit(head.fuse)(params, tapped)
+        assert_close(features_of_prompt[0], golden["features"])
+    stream = jax.jit(head.fuse)(params, features_of_prompt)
     if "fused" in golden:
         assert_close(stream[0], golden["fused"])
     tokens = jnp.array(golden["tokens"], jnp.int32)[None]
@@ -86,8 +89,8 @@ CASES = ["eagle1/head_nobias", "eagle3/head", "eagle3/head_speculators_qwen3_fcn
 
 def prompt_rows(case):
     """The head's input on the prompt."""
-    loaded, _, golden, tapped = load(case)
-    return jnp.array(golden["tokens"], jnp.int32)[None], loaded.head.fuse(loaded.params, tapped)
+    loaded, _, golden, features_of_prompt = load(case)
+    return jnp.array(golden["tokens"], jnp.int32)[None], loaded.head.fuse(loaded.params, features_of_prompt)
 
 
 @pytest.mark.parametrize("case", CASES[:2])
@@ -146,7 +149,7 @@ def test_a_tree_in_one_pass_level_by_level_and_path_by_path(case):
     cache = head.commit(cache, None, jnp.array([12]))
     rng = np.random.default_rng(0)
     nodes = jnp.array(rng.integers(0, 199, (1, len(PARENTS))))
-    stream = jnp.array(rng.normal(size=(1, len(PARENTS), head.width)), jnp.float32)
+    stream = jnp.array(rng.normal(size=(1, len(PARENTS), head.hidden_size)), jnp.float32)
     whole = tree.from_parents(jnp.array([PARENTS]))
     logits, out, scribbled = step(params, cache, nodes, stream, whole)
     assert scribbled.length.tolist() == [12]

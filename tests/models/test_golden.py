@@ -8,26 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, tree
+from jspec import tree
+from jspec.errors import JspecError
 from jspec.models.decoder import FINAL, join_qkv
 from jspec.models.layers import rms_norm
-from tests.models.make_golden import CASES, make
+from jspec.weights.load import load_checkpoint
+from tests.models.make_golden import CASES, MODELS, make
 
 GOLDEN = Path(__file__).parent / "golden"
-WINDOWED = [name for name, case in CASES.items() if case.get("sliding_window")]
+WINDOWED = [name for name, case in MODELS.items() if case.get("sliding_window")]
 
 
 def run(
     folder: Path,
-    taps: tuple[int, ...] = (),
+    feature_layers: tuple[int, ...] = (),
     pieces: tuple[int, ...] | None = None,
     scratch=None,
-    params=lambda params: params,
+    joined: bool = False,
 ):
     """Logits and features of the folder's model on its golden tokens, fed in pieces."""
-    loaded = checkpoint.load(folder)
-    weights = params(loaded.params)
-    model = loaded.family.make(loaded.config, taps=taps)
+    loaded = load_checkpoint(folder)
+    config, weights = loaded.config, loaded.params
+    if joined:
+        config, weights = join_qkv(config, weights)
+    model = loaded.family.make(config, feature_layers=feature_layers)
     with np.load(folder / "golden.npz") as saved:
         golden = dict(saved)
     batch, length = golden["tokens"].shape
@@ -36,10 +40,10 @@ def run(
     start = 0
     for size in pieces or (length,):
         tokens = jnp.array(golden["tokens"][:, start : start + size])
-        hidden, tapped, cache = forward(weights, cache, tokens, tree.chain(batch, size))
+        hidden, taken, cache = forward(weights, cache, tokens, tree.chain(batch, size))
         cache = model.commit(cache, None, jnp.full((batch,), size))
         logits.append(unembed(weights, hidden))
-        features.append(tapped)
+        features.append(taken)
         start += size
     sizes = [entry.keys.shape[2] for entry in cache.layers]
     if scratch is not None:
@@ -62,11 +66,11 @@ def test_logits_equal_transformers(case):
 @pytest.mark.parametrize("case", ["gqa_untied", "qwen2", "qwen3"])
 def test_q_k_and_v_may_be_one_matrix(case):
     """With their biases and their norms, where a family has them."""
-    golden, logits, _ = run(GOLDEN / case, params=join_qkv)
+    golden, logits, _ = run(GOLDEN / case, joined=True)
     assert_close(logits, golden["logits"])
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", *WINDOWED])
+@pytest.mark.parametrize("case", ["llama3_rope", "longrope_long", "gemma3_ropes", *WINDOWED])
 def test_a_pass_may_be_cut_anywhere(case):
     golden, logits, _ = run(GOLDEN / case, pieces=(1, 7, 1, 15))
     assert_close(logits, golden["logits"])
@@ -80,18 +84,18 @@ def test_a_ring_that_wraps_gives_the_same_logits(case, pieces):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_taps_are_the_hidden_states_of_transformers(case):
-    layers = checkpoint.load(GOLDEN / case).config.layers
-    golden, _, features = run(GOLDEN / case, taps=(*range(layers), FINAL))
+def test_feature_layers_are_the_hidden_states_of_transformers(case):
+    layers = load_checkpoint(GOLDEN / case).config.layers
+    golden, _, features = run(GOLDEN / case, feature_layers=(*range(layers), FINAL))
     states = np.split(features[:1], layers + 1, axis=-1)
     for got, wanted in zip(states, golden["hidden"], strict=True):
         assert_close(got, wanted)
 
 
-def test_taps_outside_the_layers_are_refused():
-    loaded = checkpoint.load(GOLDEN / "tied")
-    with pytest.raises(ValueError, match=r"taps \[3\] outside 0..2"):
-        loaded.family.make(loaded.config, taps=(1, 3))
+def test_feature_layers_outside_the_layers_are_refused():
+    loaded = load_checkpoint(GOLDEN / "tied")
+    with pytest.raises(JspecError, match=r"feature layers \[3\] outside 0..2"):
+        loaded.family.make(loaded.config, feature_layers=(1, 3))
 
 
 def one_wider(windows):
@@ -118,7 +122,7 @@ CHANGES = {
     "case", ["gqa_untied", "llama3_rope", "biases", "mistral", "qwen2_window", "gemma3_caps"]
 )
 def test_the_golden_comparison_sees_a_changed_model(case):
-    loaded = checkpoint.load(GOLDEN / case)
+    loaded = load_checkpoint(GOLDEN / case)
     golden = dict(np.load(GOLDEN / case / "golden.npz"))
     tokens, config = jnp.array(golden["tokens"]), loaded.config
     mutants = [(dataclasses.replace(config, **change(config)), loaded.params) for change in CHANGES.values()]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.heads import load_head
+from jspec.weights.heads import load_head
 from tests.models.test_eagle import GOLDEN, assert_close, target
 
 
@@ -18,7 +18,7 @@ def test_the_heads_guess_what_the_original_does(case):
     heads, features = loaded.head, jnp.array(golden["features"])[None]
     logits = jax.jit(heads.forward)(loaded.params, features)
     assert logits.shape == (1, 12, heads.count, heads.vocab_size)
-    assert (heads.count, heads.taps) == ({"head": 5, "head_2layers": 1}[case], (-1,))
+    assert (heads.count, heads.feature_layers) == ({"head": 5, "head_2layers": 1}[case], (-1,))
     rows = golden["rows"] if "rows" in golden else np.arange(12)
     assert_close(logits[0, rows].swapaxes(0, 1), golden["logits"])
 

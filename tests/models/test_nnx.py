@@ -10,15 +10,15 @@ import pytest
 from jspec import decode, tree
 from jspec.errors import JspecError
 from jspec.models.nnx import from_nnx
-from jspec.sampling import verify
-from jspec.sampling.drafters.model import model as draft_model
+from jspec.sampling import verifiers
+from jspec.sampling.drafters.draft_model import draft_model
 from jspec.sampling.drafters.ngram import ngram
 from tests import oracle
 
 nnx = pytest.importorskip("flax.nnx")
 
 VOCAB, PLACES, WIDTH, HEADS = 24, 40, 16, 2
-SHAPE = dict(vocab_size=VOCAB, max_length=PLACES)
+SHAPE = dict(vocab_size=VOCAB, context_length=PLACES)
 
 
 class Layer(nnx.Module):
@@ -129,16 +129,16 @@ def test_greedy_text_is_the_modules_own(form, draft):
     """Ragged rows, drafts right and wrong, texts up to the last position that the module has."""
     target, params = make(form)
     if draft == "ngram":
-        drafter, dparams = ngram(3, min_ngram=1), None
+        drafter, draft_params = ngram(3, min_ngram=1), None
     else:
         other, theirs = make("cache", seed=1)
-        dparams = jax.tree.map(
+        draft_params = jax.tree.map(
             lambda a, b: 0.8 * a + 0.2 * b if a.dtype == jnp.float32 else a, params, theirs
         )
         drafter = draft_model(other, 3)
-    loop = decode.make_decoder(target, drafter, verify.greedy, chunk=4)
+    loop = decode.make_decoder(target, drafter, verifiers.greedy, chunk=4)
     request = oracle.request(target, PROMPTS, 64, [99, 30, 25])
-    state = loop.run(params, dparams, loop.init(params, dparams, request))
+    state = loop.run(params, draft_params, loop.init(params, draft_params, request))
     expected = [plain_text(p, limit) for p, limit in zip(PROMPTS, [PLACES, 30, 25], strict=True)]
     assert oracle.texts(state) == expected
     accepted, proposed = int(state.stats.accepted.sum()), int(state.stats.proposed.sum())
@@ -244,7 +244,7 @@ def test_params_are_the_modules_state_and_an_argument():
 def test_a_head_apart_and_padded_logits():
     """`unembed` may stand apart; ids beyond V are cut off."""
     head = dict(call=lambda m, tokens, *rest: m.embed(tokens), unembed=lambda m, x: m.embed.attend(x))
-    target, params = from_nnx(module(), vocab_size=20, max_length=PLACES, **head)
+    target, params = from_nnx(module(), vocab_size=20, context_length=PLACES, **head)
     hidden = jnp.ones((1, 2, WIDTH))
     table = np.asarray(params["embed"]["embedding"])
     expected = np.ones((1, 2, WIDTH)) @ table[:20].T

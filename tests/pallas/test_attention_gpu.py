@@ -1,4 +1,4 @@
-"""The GPU form of verification attention against the plain one, in the GPU interpreter with races on."""
+"""The GPU form of verification attention against the plain one, interpreted with data races looked for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jspec import tree
 from jspec.errors import JspecError
 from jspec.models import decoder
-from jspec.pallas import attention_gpu, compat
-from jspec.pallas.attention import attend_ref
+from jspec.pallas import compat
+from jspec.pallas.attention.gpu import attend_gpu, bytes_moved
+from jspec.pallas.attention.reference import attend_ref
 from tests import oracle
 from tests.pallas.attention_cases import Case, arrays, edges, options, turns
 from tests.pallas.wide import wide
@@ -24,16 +25,11 @@ BLOCK = 64
 SCALE = 0.3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Every interpreted call is compiled anew: that is the time these tests take."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def gpu(name: str, rows: int, lengths: tuple[int, ...], slots: int, **options) -> Case:
-    return Case(name, rows, lengths, slots, dtype="bfloat16", **{"channels": 64, **options})
+    return Case(name, rows, lengths, slots, dtype="bfloat16", **{"head_dim": 64, **options})
 
 
 def plain(name: str, rows: int, slots: int = 200, scratch: int | None = None, **options) -> Case:
@@ -45,7 +41,7 @@ def plain(name: str, rows: int, slots: int = 200, scratch: int | None = None, **
 CASES = [
     (plain("one row, grouped by four", 1, heads=4), 1),
     (gpu("chain of five, two kv heads, soft cap", 5, (0, 62, 195), 200, heads=6, kv_heads=2, softcap=2.0), 1),
-    (gpu("tree of eight, wide heads", 8, (1, 56, 64, 120), 128, tree=True, heads=4, channels=128), 2),
+    (gpu("tree of eight, wide heads", 8, (1, 56, 64, 120), 128, tree=True, heads=4, head_dim=128), 2),
     (gpu("tree of 33, more steps than stages", 33, (0, 31, 380), 448, tree=True, heads=1), 1),
     (gpu("tree of 64 in three tiles", 64, (0, 65), 192, tree=True, heads=3), 1),
     (gpu("chain of 70 in three tiles", 70, (1, 120), 192), 2),
@@ -75,7 +71,7 @@ PRODUCT = [
 
 
 def kernel(*args, **options):
-    return attention_gpu.attend(*args, interpret=compat.gpu_interpreter(), **options)
+    return attend_gpu(*args, interpret=compat.gpu_interpreter(), **options)
 
 
 def close(got, given, clean, case: Case) -> None:
@@ -166,7 +162,7 @@ def copied(monkeypatch) -> list[int]:
     "case",
     [
         gpu("chain", 3, (61, 62), 256, heads=8, kv_heads=2),
-        gpu("tree", 5, (100,), 200, scratch=30, tree=True, channels=128),
+        gpu("tree", 5, (100,), 200, scratch=30, tree=True, head_dim=128),
         gpu("ring", 2, (300, 450), 256, window=70),
     ],
     ids=lambda case: case.name,
@@ -176,26 +172,21 @@ def test_the_count_of_bytes_is_what_is_copied(case, copied):
     kernel(*given[:5], SCALE, splits=2, **options(case, given))
     scratch = None if given.mask is None else given.mask.shape[2]
     shape = (given.query.shape, case.kv_heads, case.slots, case.lengths)
-    assert sum(copied) == attention_gpu.bytes_moved(*shape, scratch, case.window, splits=2)
+    assert sum(copied) == bytes_moved(*shape, scratch, case.window, splits=2)
 
 
 @pytest.mark.parametrize("length", [8192, 8192 - 8, 8192 - 1])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_eight_rows_move_little_more_than_one(length, batch):
     """Llama 3 8B's heads at 8k tokens of 16k slots."""
-    one, eight = (
-        attention_gpu.bytes_moved((batch, rows, 32, 128), 8, 16384, [length] * batch) for rows in (1, 8)
-    )
+    one, eight = (bytes_moved((batch, rows, 32, 128), 8, 16384, [length] * batch) for rows in (1, 8))
     least = batch * 8 * 2 * length * 128 * 2
     assert least <= one <= eight <= 1.15 * one and eight < 1.2 * least
 
 
 def test_only_blocks_that_are_seen_are_copied():
     """Blocks of 64 slots end at 64, 128, ...; the last of three rows stands two slots after the length."""
-    moved = [
-        attention_gpu.bytes_moved((1, 3, 8, 64), 2, 256, [length], splits=1)
-        for length in (0, 61, 62, 125, 126, 253)
-    ]
+    moved = [bytes_moved((1, 3, 8, 64), 2, 256, [length], splits=1) for length in (0, 61, 62, 125, 126, 253)]
     block = 2 * 64 * 64 * 2 * 2  # K and V of two heads
     assert np.diff(moved).tolist() == [0, block, 0, block, block]
     assert moved[0] == block + 2 * (16 * 64 * (2 + 4) + 64 * 4 + 2 * 64 * 4)
@@ -204,8 +195,7 @@ def test_only_blocks_that_are_seen_are_copied():
 def test_of_a_long_ring_only_the_window_is_copied():
     """Positions 21_300 .. 21_502 lie in slots 4916 .. 5118, of blocks 76 .. 79."""
     (rest, ring) = (
-        attention_gpu.bytes_moved((1, 3, 2, 64), 1, 16384, [length], window=201, splits=1)
-        for length in (0, 21_500)
+        bytes_moved((1, 3, 2, 64), 1, 16384, [length], window=201, splits=1) for length in (0, 21_500)
     )
     assert ring - rest == 3 * 64 * 64 * 2 * 2
 
@@ -223,13 +213,13 @@ def refused(message: str, shape=(1, 2, 2, 64), dtype=jnp.bfloat16, kv_heads=1, m
 def test_bad_input_is_named():
     refused("bfloat16 cache, not float32", dtype=jnp.float32, query_dtype=jnp.bfloat16)
     refused("bfloat16 query, not float32", query_dtype=jnp.float32)
-    refused("64 or 128 channels, not 96", shape=(1, 2, 2, 96))
+    refused("head_dim of 64 or 128, not 96", shape=(1, 2, 2, 96))
     refused("3 query heads are no multiple of 2 kv heads", shape=(1, 2, 3, 64), kv_heads=2)
     refused("to 64 nodes, not 65", mask=jnp.ones((1, 2, 65), bool))
     refused("trees of 2 .* not 1", mask=jnp.ones((1, 2, 1), bool))
     refused("scratch rows in one pass", mask=jnp.ones((1, 2, 3), bool), window=8)
     refused("not 32 slots", block=32)
-    refused("not 256 slots of 128 channels", shape=(1, 2, 2, 128), block=256)
+    refused("not 256 slots at head_dim 128", shape=(1, 2, 2, 128), block=256)
     refused("multiple of 8 slots, not 129", slots=129)
     refused("at least 1 split, not 0", splits=0)
 
@@ -238,7 +228,7 @@ def test_bad_input_is_named():
 def test_a_model_attends_through_the_kernel():
     """A prompt, then a tree beside a ring: hidden states as those of the plain form, in bfloat16."""
     config = dataclasses.replace(
-        oracle.CONFIG, channels=64, windows=(5, None), window_rope=oracle.CONFIG.rope, attention_softcap=2.0
+        oracle.CONFIG, head_dim=64, windows=(5, None), window_rope=oracle.CONFIG.rope, attention_softcap=2.0
     )
     params = oracle.random_params(decoder.weights(config), 0)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)

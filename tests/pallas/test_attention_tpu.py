@@ -1,4 +1,4 @@
-"""The TPU form of verification attention against the plain one, in the TPU interpreter with races on."""
+"""The TPU form of verification attention against the plain one, interpreted with data races looked for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import pytest
 
 from jspec import decode
 from jspec.errors import JspecError
-from jspec.models import decoder, eagle1
-from jspec.pallas import attention_tpu, compat
-from jspec.pallas.attention import attend_ref
-from jspec.sampling.drafters import eagle
-from jspec.sampling.verify import greedy
+from jspec.models import decoder
+from jspec.models.heads import eagle1
+from jspec.pallas import compat
+from jspec.pallas.attention import tpu
+from jspec.pallas.attention.reference import attend_ref
+from jspec.pallas.attention.tpu import attend_tpu
+from jspec.sampling.drafters import eagle_dynamic
+from jspec.sampling.verifiers import greedy
 from tests import oracle
 from tests.pallas.attention_cases import BLOCK, CASES, PRODUCT, Arrays, Case, arrays, options
 from tests.pallas.wide import wide
@@ -27,17 +30,12 @@ SCALE = 0.4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """An interpreted kernel is compiled for each core at each call: that is the time these tests take."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def kernel(*args, cores: int = 1, **options):
     interpret = compat.tpu_interpreter(cores=cores)
-    return attention_tpu.attend(*args, interpret=interpret, **{"block": BLOCK, **options})
+    return attend_tpu(*args, interpret=interpret, **{"block": BLOCK, **options})
 
 
 def compare(case: Case, **settings) -> None:
@@ -81,7 +79,7 @@ def test_product(index):
 
 def test_many_rows_are_cut_into_tiles(monkeypatch):
     """A prompt: 20 rows x 3 heads in tiles of 32 rows, the last one padded."""
-    monkeypatch.setattr(attention_tpu, "MAX_TILE", 32)
+    monkeypatch.setattr(tpu, "MAX_TILE", 32)
     compare(Case("prompt", 20, (0, 1, 15, 44), 64, heads=3))
 
 
@@ -107,8 +105,8 @@ def called(monkeypatch, *args, **options) -> Call:
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention_tpu.pl, "pallas_call", record)
-        attention_tpu.attend(*args, **options)
+        patch.setattr(tpu.pl, "pallas_call", record)
+        attend_tpu(*args, **options)
     return calls[0]
 
 
@@ -171,7 +169,7 @@ PROMPTS, LIMIT, SLOTS = [[1], list(range(9))], 16, 64
 @functools.cache
 def plain_texts():
     """The plain target, params and greedy texts, from prompts of unequal length and round a ring."""
-    plain = decoder.make(CONFIG, taps=(decoder.FINAL,))
+    plain = decoder.make(CONFIG, feature_layers=(decoder.FINAL,))
     params = oracle.random_params(decoder.weights(CONFIG), 0)
     texts = [oracle.greedy_text(plain, params, prompt, LIMIT, slots=LIMIT) for prompt in PROMPTS]
     return plain, params, texts
@@ -183,8 +181,8 @@ def test_a_chain_decodes_to_the_plain_text():
     script = np.array([text + [0] * (SLOTS - LIMIT) for text in wanted])
     script[:, ::3] += 1
     drafter = oracle.scripted(script % oracle.VOCAB, 3)
-    target = decoder.make(CONFIG, taps=(decoder.FINAL,), attend=kernel)
-    loop = decode.make_decoder(target, drafter, greedy, chunk=4, narrow=False)
+    target = decoder.make(CONFIG, feature_layers=(decoder.FINAL,), attend=kernel)
+    loop = decode.make_decoder(target, drafter, greedy, chunk=4, skip_empty_rounds=False)
     state = loop.init(params, None, oracle.request(plain, PROMPTS, SLOTS, LIMIT))
     assert oracle.texts(loop.run(params, None, state)) == wanted
 
@@ -193,13 +191,13 @@ def test_a_chain_decodes_to_the_plain_text():
 def test_best_first_trees_decode_to_the_plain_text():
     """Target and head attend through the kernel; the head's later passes have R > T."""
     plain, params, wanted = plain_texts()
-    target = decoder.make(CONFIG, taps=(decoder.FINAL,), attend=kernel)
+    target = decoder.make(CONFIG, feature_layers=(decoder.FINAL,), attend=kernel)
     settings = eagle1.Config(dataclasses.replace(oracle.CONFIG, layers=1))
     own = oracle.random_params(eagle1.weights(settings, ["layers.0"]), 3)
     own |= {"embed": params["embed"], "head": params["head"]}
     head = eagle1.make(settings, attend=kernel)
-    drafter = eagle.best_first(head, size=7, depth=2, topk=3, vocab_size=oracle.VOCAB)
-    loop = decode.make_decoder(target, drafter, greedy, chunk=4, narrow=False)
+    drafter = eagle_dynamic(head, size=7, depth=2, topk=3, vocab_size=oracle.VOCAB)
+    loop = decode.make_decoder(target, drafter, greedy, chunk=4, skip_empty_rounds=False)
     state = loop.init(params, own, oracle.request(plain, PROMPTS, SLOTS, LIMIT))
     state = loop.run(params, own, state)
     assert oracle.texts(state) == wanted and state.stats.accepted.sum() > 0
@@ -216,8 +214,8 @@ def refused(message: str, shape=(1, 2, 2, 8), dtype="float32", kv_heads=1, mask=
 
 def test_bad_input_is_named():
     refused("query of dtype float16: the TPU kernel takes float32 and bfloat16", dtype="float16")
-    refused("320 channels a head: the TPU kernel takes multiples of 8 up to 256", shape=(1, 2, 2, 320))
-    refused("12 channels a head", shape=(1, 2, 2, 12))
+    refused("head_dim 320: the TPU kernel takes multiples of 8 up to 256", shape=(1, 2, 2, 320))
+    refused("head_dim 12: the TPU kernel", shape=(1, 2, 2, 12))
     refused("3 query heads are no multiple of 2 kv heads", shape=(1, 2, 3, 8), kv_heads=2)
     refused("65 scratch rows of a tree: the TPU kernel takes 64", mask=jnp.ones((1, 2, 65), bool))
     refused("2 rows are more than the 1 scratch rows of the mask", mask=jnp.ones((1, 2, 1), bool))

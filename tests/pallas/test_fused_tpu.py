@@ -1,4 +1,4 @@
-"""The TPU forms of the two passes, interpreted with races looked for on two cores."""
+"""The TPU forms of the two passes, interpreted with data races looked for on two cores."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from jspec.errors import JspecError
-from jspec.pallas import compat, law, threefry
-from jspec.pallas.race_tpu import race
-from jspec.pallas.summarise_tpu import summarise
+from jspec.pallas import compat
+from jspec.pallas.verify import reference, threefry
+from jspec.pallas.verify.gumbel_argmax_tpu import gumbel_argmax_tpu
+from jspec.pallas.verify.row_stats_tpu import row_stats_tpu
 from jspec.sampling import keys, policy
 from tests.pallas import verify_cases as cases
 from tests.pallas.wide import wide
 
 INTERPRET = compat.tpu_interpreter()
 F32, BF16 = jnp.float32, jnp.bfloat16
-# (N, V, dtype, a draft's law): V = 256 is copied by rows, bfloat16 by pairs, the others come in whole tiles
+# (N, V, dtype, a draft's distribution): V = 256 is copied by rows, bfloat16 by pairs, others by whole tiles
 CASES = [(7, 5, F32, False), (5, 256, F32, True), (9, 1000, BF16, True)]
 WIDE = [
     (nodes, vocab, dtype, drawn)
@@ -34,15 +35,15 @@ CASES += wide(WIDE)
 @functools.cache
 def passes():
     return (
-        jax.jit(functools.partial(summarise, interpret=INTERPRET)),
-        jax.jit(functools.partial(race, interpret=INTERPRET)),
-        jax.jit(law.summarise_ref),
-        jax.jit(law.race_ref),
+        jax.jit(functools.partial(row_stats_tpu, interpret=INTERPRET)),
+        jax.jit(functools.partial(gumbel_argmax_tpu, interpret=INTERPRET)),
+        jax.jit(reference.row_stats_ref),
+        jax.jit(reference.gumbel_argmax_ref),
     )
 
 
 def logits(nodes: int, vocab: int, dtype) -> jax.Array:
-    """With ties, -inf, and (in row 1) laws that are none."""
+    """With ties, -inf, and (in row 1) what is no distribution."""
     x = np.array(cases.logits(nodes, nodes, vocab, dtype).astype(jnp.float32))
     x[:, :, vocab // 2 :] = np.round(x[:, :, vocab // 2 :])
     if vocab > 4:
@@ -53,7 +54,7 @@ def logits(nodes: int, vocab: int, dtype) -> jax.Array:
 
 
 @pytest.mark.parametrize(("nodes", "vocab", "dtype", "drawn"), CASES)
-def test_summarise(nodes, vocab, dtype, drawn):
+def test_row_stats(nodes, vocab, dtype, drawn):
     rows, x = cases.settings(vocab), logits(nodes, vocab, dtype)
     kernel, _, plain, _ = passes()
     got, wanted = kernel(rows, x), plain(rows, x)
@@ -68,10 +69,10 @@ def test_summarise(nodes, vocab, dtype, drawn):
 
 
 @pytest.mark.parametrize(("nodes", "vocab", "dtype", "drawn"), CASES)
-def test_race(nodes, vocab, dtype, drawn):
+def test_gumbel_argmax(nodes, vocab, dtype, drawn):
     rows, x = cases.settings(vocab), cases.logits(3, nodes, vocab, dtype)
-    _, kernel, plain, reference = passes()
-    summary = plain(rows, x)
+    _, kernel, stats_of, draw_plain = passes()
+    stats = stats_of(rows, x)
     logq = jax.nn.log_softmax(cases.logits(4, nodes, vocab)) if drawn else None
     draw = np.random.default_rng(vocab)
     for seed in range(2):
@@ -80,9 +81,9 @@ def test_race(nodes, vocab, dtype, drawn):
         refused = jnp.asarray(draw.integers(-1, vocab, (cases.BATCH, 3)))
         refused = jnp.where(child[:, None] < 0, refused, -1).at[2].set(jnp.arange(3) % vocab)
         reach = jnp.asarray(-draw.random(cases.BATCH), jnp.float32)
-        end = law.End(node, cases.row_keys(seed), refused, child, reach)
-        token, logp = kernel(rows, x, summary, end, logq)
-        wanted, wanted_logp = reference(rows, x, summary, end, logq)
+        last = reference.LastDraw(node, cases.row_keys(seed), refused, child, reach)
+        token, logp = kernel(rows, x, stats, last, logq)
+        wanted, wanted_logp = draw_plain(rows, x, stats, last, logq)
         np.testing.assert_array_equal(token, wanted)
         np.testing.assert_allclose(logp, wanted_logp, rtol=1e-5, atol=1e-6)
 
@@ -97,30 +98,30 @@ def test_a_bfloat16_row_is_told_from_its_neighbour(batch):
     logq = spread.at[row, 2 * row - 2].set(0).reshape(batch, nodes, vocab)
     rows = policy.make(batch, vocab, temperature=1.0)
     _, kernel, plain, _ = passes()
-    summary, none = plain(rows, x), jnp.full((batch, 1), -1)
+    stats, none = plain(rows, x), jnp.full((batch, 1), -1)
     for seed in range(nodes):
         node = (jnp.arange(batch) + seed) % nodes
         child = jnp.where(node < nodes - 1, node + 1, -1)
-        end = law.End(node, keys.row_keys([seed] * batch, batch), none, child, jnp.zeros(batch))
-        token, _ = kernel(rows, x, summary, end, logq)
+        last = reference.LastDraw(node, keys.row_keys([seed] * batch, batch), none, child, jnp.zeros(batch))
+        token, _ = kernel(rows, x, stats, last, logq)
         own = jnp.arange(batch) * nodes + node
         np.testing.assert_array_equal(token // 2, own)
         assert bool(jnp.all((token % 2 == 1) | (child < 0)))
 
 
-def test_what_is_left_of_nothing_is_p():
+def test_where_nothing_is_left_the_draw_is_from_p():
     """q above reach * p everywhere, or every token refused: the draw is from p itself."""
     vocab = 5
     rows, x = cases.settings(vocab), cases.logits(3, 2, vocab)
-    _, kernel, plain, reference = passes()
+    _, kernel, stats_of, draw_plain = passes()
     zero = jnp.zeros(cases.BATCH, jnp.int32)
     everything = jnp.broadcast_to(jnp.arange(vocab), (cases.BATCH, vocab))
     for child, refused, logq in (
         (-1, everything, None),
         (1, everything * 0 - 1, jnp.zeros((cases.BATCH, 2, vocab))),
     ):
-        end = law.End(zero, cases.row_keys(1), refused, zero + child, jnp.zeros(cases.BATCH))
-        got, wanted = (run(rows, x, plain(rows, x), end, logq) for run in (kernel, reference))
+        last = reference.LastDraw(zero, cases.row_keys(1), refused, zero + child, jnp.zeros(cases.BATCH))
+        got, wanted = (run(rows, x, stats_of(rows, x), last, logq) for run in (kernel, draw_plain))
         np.testing.assert_array_equal(got[0], wanted[0])
         assert bool(jnp.all(jnp.isfinite(got[1])))
 
@@ -148,6 +149,6 @@ def test_noise_is_that_of_jax_to_the_ends_of_its_range():
 def test_limits():
     rows = cases.settings(8)
     with pytest.raises(JspecError, match="float16"):
-        summarise(rows, cases.logits(0, 2, 8, jnp.float16))
+        row_stats_tpu(rows, cases.logits(0, 2, 8, jnp.float16))
     with pytest.raises(JspecError, match="MiB of VMEM"):
-        jax.eval_shape(summarise, rows, jax.ShapeDtypeStruct((cases.BATCH, 8, 4_000_000), jnp.float32))
+        jax.eval_shape(row_stats_tpu, rows, jax.ShapeDtypeStruct((cases.BATCH, 8, 4_000_000), jnp.float32))

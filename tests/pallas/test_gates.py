@@ -4,11 +4,11 @@
 |---|---|---|---|---|
 | accumulator never initialised | NaN | NaN | | |
 | read past the block | hidden | IndexError | | |
-| accumulation over a parallel axis | | a race | | |
+| accumulation over a parallel axis | | a data race | | |
 | a block shape the chip cannot take | | | ValueError | |
 | more blocks than vector memory | | | | refused |
 | an operation without a lowering | | | refused | |
-| Hopper: shared memory not committed | | a race, from jax 0.12 on | | |
+| Hopper: shared memory not committed | | a data race, from jax 0.12 on | | |
 | Hopper: more shared memory than there is | | | ValueError | refused |
 
 An empty place: that gate lets the bug through, which is tested where it is cheap. No gate
@@ -28,8 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jspec.pallas import compat, summarise_gpu
-from jspec.sampling import policy as settings
+from jspec.pallas import compat
+from jspec.pallas.verify import row_stats_gpu
+from jspec.sampling import policy
 
 X = jnp.arange(32 * 128, dtype=jnp.float32).reshape(32, 128)
 MINOR = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -120,7 +121,7 @@ def tiles_sum(x, *, rows=8, committed=True, interpret=False):
 
 
 def raced(function, *args) -> bool:
-    """Whether the interpreter reports a race, by an exception (jax 0.12) or by its flag."""
+    """Whether the interpreter reports a data race, by an exception (jax 0.12) or by its flag."""
     try:
         jax.block_until_ready(jax.jit(function)(*args))
         return compat.races_found()
@@ -199,7 +200,7 @@ def test_more_blocks_than_vector_memory():
         assert "tpu_custom_call" in lower(lambda x, rows=rows: twice(x, block=(rows, 3072)), huge)
 
 
-@pytest.mark.skipif(MINOR < (0, 12), reason="the interpreter of jax 0.10 does not look for this race")
+@pytest.mark.skipif(MINOR < (0, 12), reason="the interpreter of jax 0.10 does not look for this data race")
 def test_hopper_shared_memory_not_committed():
     def kernel(committed):
         return lambda x: tiles_sum(x, committed=committed, interpret=compat.gpu_interpreter())
@@ -208,19 +209,21 @@ def test_hopper_shared_memory_not_committed():
     assert raced(kernel(False), X)
 
 
-@pytest.mark.skipif(MINOR < (0, 12), reason="the interpreter of jax 0.10 hangs when it has found this race")
+@pytest.mark.skipif(
+    MINOR < (0, 12), reason="the interpreter of jax 0.10 hangs when it has found this data race"
+)
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_hopper_warpgroups_that_do_not_wait_for_each_other(skipped, monkeypatch):
     """Before they read each other's numbers, or before they write the next ones."""
-    policy, meet, calls = settings.make(1, 300, top_k=3), summarise_gpu._meet, itertools.count()
+    rows, meet, calls = policy.make(1, 300, top_k=3), row_stats_gpu._meet, itertools.count()
 
-    def summarise(x):
-        return summarise_gpu.summarise(policy, x, interpret=compat.gpu_interpreter())
+    def row_stats(x):
+        return row_stats_gpu.row_stats_gpu(rows, x, interpret=compat.gpu_interpreter())
 
     x = X.reshape(1, 1, -1)[..., :300]
-    assert not raced(summarise, x)
-    monkeypatch.setattr(summarise_gpu, "_meet", lambda met: next(calls) % 2 == skipped or meet(met))
-    assert raced(lambda x: summarise(x), x)  # a function that jit has not seen
+    assert not raced(row_stats, x)
+    monkeypatch.setattr(row_stats_gpu, "_meet", lambda met: next(calls) % 2 == skipped or meet(met))
+    assert raced(lambda x: row_stats(x), x)  # a function that jit has not seen
 
 
 def test_hopper_numbers():

@@ -1,4 +1,4 @@
-"""How many bytes the kernels may move, by the count of `jspec.pallas.traffic`; at real shapes where quick."""
+"""How many bytes the kernels may move, by the count of `tools.traffic`; at real shapes where quick."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import jax.numpy as jnp
 import pytest
 
 from jspec import tree
-from jspec.cache import Entry
-from jspec.pallas import (
-    attention_gpu,
-    attention_tpu,
-    compact_gpu,
-    compact_tpu,
-    race_gpu,
-    race_tpu,
-    summarise_gpu,
-    summarise_tpu,
-    traffic,
-    verify,
-)
-from jspec.pallas import law as laws
-from jspec.sampling import keys, policy
-from jspec.sampling import verify as rules
-from jspec.types import Proposal
+from jspec.cache.dense import Entry
+from jspec.pallas.attention.gpu import attend_gpu
+from jspec.pallas.attention.tpu import attend_tpu
+from jspec.pallas.commit.gpu import compact_gpu
+from jspec.pallas.commit.tpu import compact_tpu
+from jspec.pallas.verify import fused, reference
+from jspec.pallas.verify.gumbel_argmax_gpu import gumbel_argmax_gpu
+from jspec.pallas.verify.gumbel_argmax_tpu import gumbel_argmax_tpu
+from jspec.pallas.verify.row_stats_gpu import row_stats_gpu
+from jspec.pallas.verify.row_stats_tpu import row_stats_tpu
+from jspec.sampling import keys, policy, verifiers
+from jspec.types import History, Proposal
+from tools import traffic
 
 
 def abstract(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -37,21 +33,21 @@ def test_the_fused_verifier_moves_little_more_than_the_logits(batch, drawn):
     vocab, nodes = 1024, 5
     settings = policy.make(batch, vocab, temperature=1.0, top_p=0.9)
     ones = jnp.ones(batch, jnp.int32)
-    history = policy.History(jnp.zeros((batch, 16), jnp.int32), 5 * ones, 5 * ones, -ones[:, None])
+    history = History(jnp.zeros((batch, 16), jnp.int32), 5 * ones, 5 * ones, -ones[:, None])
     x = jax.random.normal(jax.random.key(0), (batch, nodes, vocab))
     logq = jax.nn.log_softmax(-x) if drawn else None  # the draft likes what the target does not
     proposal = Proposal(jnp.argmin(x, axis=-1), tree.chain(batch, nodes), nodes * ones, logq)
-    decide = verify.make(summarise_tpu.summarise, race_tpu.race)
+    decide = fused.make(row_stats_tpu, gumbel_argmax_tpu)
     row_keys = keys.row_keys(range(batch), batch)
 
     def verdict(*arrays):
-        return decide(rules.token, *arrays, depth=nodes - 1)
+        return decide(verifiers.token, *arrays, depth=nodes - 1)
 
     moved = traffic.count(verdict, settings, history, row_keys, 4 * ones, proposal, x, results=True)
     least = x.nbytes * (1 + 1 / nodes)  # every row, and the last one of each sequence once more
     assert least <= moved.total <= 1.3 * (x.nbytes + (logq.nbytes if drawn else 0))
     if drawn:
-        assert moved.total > least * 1.1  # a draft was refused, and its law read
+        assert moved.total > least * 1.1  # a draft was refused, and its distribution read
 
 
 @pytest.mark.parametrize(("dtype", "nodes"), [(jnp.float32, 5), (jnp.bfloat16, 7)])
@@ -64,12 +60,14 @@ def test_the_two_passes_of_fused_verification(child, dtype, nodes):
     batch, vocab = 8, 128256
     settings = policy.make(batch, 2, top_p=0.9)  # kernels look at no bias
     ones, x = jnp.ones(batch, jnp.int32), abstract(batch, nodes, vocab, dtype=dtype)
-    first = traffic.count(summarise_tpu.summarise, settings, x)
+    first = traffic.count(row_stats_tpu, settings, x)
     logits, row = batch * nodes * vocab * x.dtype.itemsize, batch * vocab * 4  # of bfloat16 two rows
     assert logits <= first.read <= logits + 32 * batch * nodes and first.written <= 32 * batch * nodes
-    summary = laws.Summary(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
-    end = laws.End(2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], child * ones, 0.0 * ones)
-    second = traffic.count(race_tpu.race, settings, x, summary, end, x)
+    stats = reference.RowStats(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
+    last = reference.LastDraw(
+        2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], child * ones, 0.0 * ones
+    )
+    second = traffic.count(gumbel_argmax_tpu, settings, x, stats, last, x)
     assert row <= second.read <= 1.01 * row * (2 if child >= 0 else 1)
     assert first.total + second.total <= 1.3 * logits * (2 if child >= 0 else 1)
 
@@ -81,25 +79,25 @@ def test_the_two_passes_on_hopper(dtype):
     batch, nodes, vocab = 2, 5, 128256
     settings = policy.make(batch, 2)
     ones, x = jnp.ones(batch, jnp.int32), abstract(batch, nodes, vocab, dtype=dtype)
-    first = traffic.count(summarise_gpu.summarise, settings, x)
+    first = traffic.count(row_stats_gpu, settings, x)
     row = vocab * x.dtype.itemsize
     assert batch * nodes * row <= first.read <= 1.04 * batch * nodes * row
-    summary = laws.Summary(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
-    end = laws.End(2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], -ones, 0.0 * ones)
-    second = traffic.count(race_gpu.race, settings, x, summary, end)
+    stats = reference.RowStats(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
+    last = reference.LastDraw(2 * ones, jnp.zeros((batch, 2), jnp.uint32), -ones[:, None], -ones, 0.0 * ones)
+    second = traffic.count(gumbel_argmax_gpu, settings, x, stats, last)
     assert batch * row <= second.read <= 1.04 * batch * row
     assert first.total + second.total <= 1.3 * batch * nodes * row
 
 
 @pytest.mark.parametrize(
-    "attention", [attention_tpu, pytest.param(attention_gpu, marks=pytest.mark.slow)], ids=["tpu", "gpu"]
+    "kernel", [attend_tpu, pytest.param(attend_gpu, marks=pytest.mark.slow)], ids=["tpu", "gpu"]
 )
-def test_attention_reads_the_cache_once_for_all_rows(attention):
+def test_attention_reads_the_cache_once_for_all_rows(kernel):
     """Eight rows at 8k context: at most 1.15 x the bytes of one row, and no slot beyond the length."""
 
     def moved(rows: int, length: int) -> int:
         def attend(query, keys, values, length):
-            return attention.attend(query, keys, values, length, None, 128**-0.5)
+            return kernel(query, keys, values, length, None, 128**-0.5)
 
         query, cache = abstract(1, rows, 32, 128), abstract(1, 8, 8192, 128)
         return traffic.count(attend, query, cache, cache, jnp.array([length])).total
@@ -116,8 +114,8 @@ def test_the_commit_moves_the_path_alone(kernel, tile):
     """At most a tile from its old place and one to its new place for each entry that moves."""
     cache = tuple(Entry(*[abstract(1, 8, 8192, 128)] * 2) for _ in range(4))
     path, entry = jnp.array([[0, 2, 5, 6, 9, 0, 0, 0]]), 8 * 8 * 128 * 2  # 8 buffers of 8 heads
-    moved = traffic.count(kernel.compact, cache, path, jnp.array([8000]))
+    moved = traffic.count(kernel, cache, path, jnp.array([8000]))
     assert 4 * entry <= moved.written <= 4 * entry * tile
     assert 4 * entry <= moved.read <= 2 * 4 * entry * tile + 8 * 128
-    nothing = traffic.count(kernel.compact, cache, jnp.arange(8)[None], jnp.array([8000]))
+    nothing = traffic.count(kernel, cache, jnp.arange(8)[None], jnp.array([8000]))
     assert nothing.total <= 8 * 128  # lengths and paths, read by each program

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import cache as kv
-from jspec import targets
+from jspec.cache import dense
 from jspec.errors import JspecError
 from jspec.models import layers
-from jspec.pallas import law, race_tpu, select
+from jspec.pallas import select
+from jspec.pallas.verify import reference
+from jspec.pallas.verify.gumbel_argmax_tpu import gumbel_argmax_tpu
+from jspec.serve.target import kernels_of
 from tests.pallas import verify_cases as cases
 
 CHIPS = [("tpu", ""), ("gpu", "9.0")]
@@ -41,7 +43,7 @@ def test_an_unknown_chip_gets_plain_code_and_says_so(said):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_attention_that_a_kernel_refuses_is_plain_once_with_a_reason(chip, said):
-    x = jax.random.normal(jax.random.key(0), (1, 2, 16, 12))  # 12 channels: no kernel takes them
+    x = jax.random.normal(jax.random.key(0), (1, 2, 16, 12))  # head_dim 12: no kernel takes them
     given = x[:, :, :2].swapaxes(1, 2), x, x, jnp.array([3]), None, 0.3
     for _ in range(2):
         np.testing.assert_array_equal(select.of_kind(*chip).attend(*given), layers.attend(*given))
@@ -50,25 +52,29 @@ def test_attention_that_a_kernel_refuses_is_plain_once_with_a_reason(chip, said)
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_commit_that_a_kernel_refuses_is_plain(chip, said):
-    layer = kv.Entry(*jnp.arange(2 * 48, dtype=jnp.float16).reshape(2, 1, 1, 12, 4))
+    layer = dense.Entry(*jnp.arange(2 * 48, dtype=jnp.float16).reshape(2, 1, 1, 12, 4))
     given = (layer,), jnp.array([[0, 2]]), jnp.array([3])
-    got, wanted = select.of_kind(*chip).compact(*given), kv.compact(*given)
+    got, wanted = select.of_kind(*chip).compact(*given), dense.compact(*given)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
     assert "commit: plain code instead of the kernel" in said.text
 
 
 def test_other_noise_than_the_kernels_is_not_made_by_them(said):
-    race = select.or_plain("race", select._threefry(race_tpu.race), law.race_ref)
+    gumbel_argmax = select.or_plain(
+        "gumbel_argmax", select._threefry(gumbel_argmax_tpu), reference.gumbel_argmax_ref
+    )
     rows, x = cases.settings(7), cases.logits(0, 2, 7)
     nothing = jnp.full((cases.BATCH, 1), -1)
-    end = law.End(nothing[:, 0] + 1, cases.row_keys(1), nothing, nothing[:, 0], jnp.zeros(cases.BATCH))
+    last = reference.LastDraw(
+        nothing[:, 0] + 1, cases.row_keys(1), nothing, nothing[:, 0], jnp.zeros(cases.BATCH)
+    )
     with jax.threefry_partitionable(False):
-        given = rows, x, law.summarise_ref(rows, x), end
-        np.testing.assert_array_equal(race(*given)[0], law.race_ref(*given)[0])
+        given = rows, x, reference.row_stats_ref(rows, x), last
+        np.testing.assert_array_equal(gumbel_argmax(*given)[0], reference.gumbel_argmax_ref(*given)[0])
     assert "jax_threefry_partitionable" in said.text
 
 
 def test_kernels_by_name():
-    assert targets.kernels_of("plain") is select.PLAIN
+    assert kernels_of("plain") is select.PLAIN
     with pytest.raises(JspecError, match="kernels = 'fast': choose auto or plain"):
-        targets.kernels_of("fast")
+        kernels_of("fast")

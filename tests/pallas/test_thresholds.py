@@ -1,4 +1,4 @@
-"""The law of rows seen piece by piece: plain jnp, with few lanes that keep little, so that all is used."""
+"""The distribution of rows seen piece by piece, in plain jnp with few lanes that keep little: all is used."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jspec.pallas import law, thresholds
+from jspec.pallas.verify import reference, thresholds
 from tests.pallas import verify_cases as cases
-from tests.pallas.verify_cases import check_summary, hard
+from tests.pallas.verify_cases import check_row_stats, hard
 
 
-@functools.partial(jax.jit, static_argnames=("lanes", "keep"))
-def laws(policy, x, *, lanes: int, keep: int) -> tuple[law.Summary, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("lanes", "kept_per_lane"))
+def row_stats_by_pieces(policy, x, *, lanes: int, kept_per_lane: int) -> tuple[reference.RowStats, jax.Array]:
     """What a kernel would give whose pieces have so many ids, and its number of sweeps."""
     batch, nodes, vocab = x.shape
     pieces = jnp.pad(x, [(0, 0), (0, 0), (0, -vocab % lanes)], constant_values=-jnp.inf)
@@ -43,19 +43,19 @@ def laws(policy, x, *, lanes: int, keep: int) -> tuple[law.Summary, jax.Array]:
     )
     own = thresholds.limits(policy, vocab)
     own = thresholds.Limits(*(jnp.repeat(part, nodes)[:, None] for part in own))
-    *summary, sweeps = thresholds.law(rows, own, own.cut, keep)
-    return law.Summary(*(part.reshape(batch, nodes) for part in summary)), sweeps
+    stats, sweeps = thresholds.row_stats(rows, own, own.cut, kept_per_lane)
+    return reference.RowStats(*(part.reshape(batch, nodes) for part in stats)), sweeps
 
 
-SHAPES = [(vocab, lanes, keep) for vocab in (1, 5, 300, 1000) for lanes, keep in ((8, 1), (8, 3), (128, 4))]
+SHAPES = [(vocab, *lanes) for vocab in (1, 5, 300, 1000) for lanes in ((8, 1), (8, 3), (128, 4))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("vocab", "lanes", "keep"), SHAPES)
-def test_laws(vocab, lanes, keep, dtype):
+@pytest.mark.parametrize(("vocab", "lanes", "kept_per_lane"), SHAPES)
+def test_distributions(vocab, lanes, kept_per_lane, dtype):
     policy, x = cases.settings(vocab), hard(vocab, 3, vocab, dtype)
-    summary, sweeps = laws(policy, x, lanes=lanes, keep=keep)
-    check_summary(policy, x, summary, law.summarise_ref(policy, x))
+    stats, sweeps = row_stats_by_pieces(policy, x, lanes=lanes, kept_per_lane=kept_per_lane)
+    check_row_stats(policy, x, stats, reference.row_stats_ref(policy, x))
     assert sweeps > 1 or vocab < 300 or lanes == 128
 
 
@@ -74,13 +74,13 @@ def test_sweeps(setting, few):
     policy = policy._replace(top_p=jnp.ones(cases.BATCH), min_p=jnp.zeros(cases.BATCH))
     policy = policy._replace(**{name: jnp.full(cases.BATCH, value) for name, value in setting.items()})
     x = jnp.asarray(x[:, None], jnp.float32)
-    summary, sweeps = laws(policy, x, lanes=128, keep=4)
-    check_summary(policy, x, summary, law.summarise_ref(policy, x))
-    narrow = setting == dict(top_k=9) or (few and "top_k" not in setting)
-    assert (sweeps == 1) == narrow
+    stats, sweeps = row_stats_by_pieces(policy, x, lanes=128, kept_per_lane=4)
+    check_row_stats(policy, x, stats, reference.row_stats_ref(policy, x))
+    enough = setting == dict(top_k=9) or (few and "top_k" not in setting)
+    assert (sweeps == 1) == enough
 
 
-def test_without_the_horizon_the_laws_are_wrong(monkeypatch):
+def test_without_the_horizon_the_distributions_are_wrong(monkeypatch):
     """The mutant takes what lanes kept for all there is."""
     above = thresholds._above
 
@@ -89,6 +89,6 @@ def test_without_the_horizon_the_laws_are_wrong(monkeypatch):
 
     policy, x = cases.settings(1000), hard(1000, 3, 1000, "float32")
     monkeypatch.setattr(thresholds, "_above", blind)
-    summary, _ = laws.__wrapped__(policy, x, lanes=8, keep=3)
+    stats, _ = row_stats_by_pieces.__wrapped__(policy, x, lanes=8, kept_per_lane=3)
     with pytest.raises(AssertionError):
-        check_summary(policy, x, summary, law.summarise_ref(policy, x))
+        check_row_stats(policy, x, stats, reference.row_stats_ref(policy, x))

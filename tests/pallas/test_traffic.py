@@ -1,4 +1,4 @@
-"""Bytes moved: counted by hand, by `jspec.pallas.traffic`, and as the TPU interpreter copies them."""
+"""Bytes moved: counted by hand, by `tools.traffic`, and as the TPU interpreter copies them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.errors import JspecError
-from jspec.pallas import compat, law, race_tpu, traffic
+from jspec.pallas import compat
+from jspec.pallas.verify import reference
+from jspec.pallas.verify.gumbel_argmax_tpu import gumbel_argmax_tpu
 from jspec.sampling import policy
 from tests.pallas.recorder import recorder
+from tools import traffic
 
 BLOCK = 8 * 128 * 4  # bytes of a tile in float32
 
@@ -121,16 +124,16 @@ def by_hand(length, x, interpret=False):
     )(length, x)
 
 
-def pairs(x, end, interpret=False):
+def pairs(x, last, interpret=False):
     """Fused verification's second pass: bfloat16 rows are copied by two, the last of an odd number alone."""
     batch, nodes, vocab = x.shape
-    summary = law.Summary(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
-    return race_tpu.race(policy.make(batch, vocab), x, summary, end, x, interpret=interpret)
+    stats = reference.RowStats(*[jnp.zeros((batch, nodes))] * 3, jnp.zeros((batch, nodes), jnp.int32))
+    return gumbel_argmax_tpu(policy.make(batch, vocab), x, stats, last, x, interpret=interpret)
 
 
 LENGTH, ROWS = jnp.array([3, 0, 1, 2]), jnp.ones((4, 32, 128))
-LAW = jnp.zeros((3, 3, 256), jnp.bfloat16)  # nine rows
-END = law.End(
+LOGITS = jnp.zeros((3, 3, 256), jnp.bfloat16)  # nine rows
+END = reference.LastDraw(
     jnp.array([0, 2, 2]),
     jnp.zeros((3, 2), jnp.uint32),
     LENGTH[:3, None],
@@ -141,7 +144,7 @@ KERNELS = {  # the kernel, its arguments, what it reads and writes by hand
     "product": (product, (jnp.ones((16, 256)), jnp.ones((256, 384))), (2 * 3 * 2 * 17 * BLOCK, 6 * BLOCK)),
     "ragged": (ragged, (LENGTH, ROWS), ((3 + 1 + 1 + 2) * BLOCK, 4 * BLOCK)),
     "by hand": (by_hand, (LENGTH, ROWS), ((3 + 0 + 1 + 2) * BLOCK, (4 + 1) * BLOCK)),
-    "pairs": (pairs, (LAW, END), ((2 + 2 + 1 + 2) * 256 * 2, 3 * (4 + 4))),
+    "pairs": (pairs, (LOGITS, END), ((2 + 2 + 1 + 2) * 256 * 2, 3 * (4 + 4))),
 }
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jspec import tree
-from jspec.pallas import law
+from jspec.pallas.verify import reference
 from jspec.sampling import keys, policy
-from jspec.types import Proposal
+from jspec.types import History, Policy, Proposal
 
 SETTINGS = dict(
     temperature=[0.0, 1.0, 0.7, 1.3, 1.0, 0.9],
@@ -21,15 +21,15 @@ SETTINGS = dict(
 BATCH = len(SETTINGS["temperature"])
 
 
-def settings(vocab: int, **more) -> policy.Policy:
+def settings(vocab: int, **more) -> Policy:
     return policy.make(BATCH, vocab, **SETTINGS, **more)
 
 
-def history(vocab: int, slots: int = 12) -> policy.History:
+def history(vocab: int, slots: int = 12) -> History:
     draw = np.random.default_rng(5)
     tokens = jnp.asarray(draw.integers(0, vocab, (BATCH, slots)))
     length = jnp.asarray(draw.integers(2, slots, BATCH))
-    return policy.History(tokens, length, length - 1, jnp.full((BATCH, 1), 3))
+    return History(tokens, length, length - 1, jnp.full((BATCH, 1), 3))
 
 
 def logits(seed: int, nodes: int, vocab: int, dtype=jnp.float32) -> jax.Array:
@@ -52,12 +52,28 @@ def proposal(seed: int, nodes: int, vocab: int, *, tree_of: bool, drawn: bool) -
     return Proposal(tokens, layout, count, logq)
 
 
+def with_foreign_ids(proposal: Proposal, seed: int, vocab: int) -> tuple[Proposal, Proposal]:
+    """The proposal with ids that are no tokens at some nodes, and what it means: one without these nodes."""
+    draw = np.random.default_rng(seed)
+    foreign = draw.random(proposal.tokens.shape) < 0.25
+    foreign[0], foreign[:, 0] = True, False  # all drafts of the first row, and no root
+    ids = jnp.asarray(draw.choice([-1, vocab, vocab + 3, -(2**31), 2**31 - 1], proposal.tokens.shape))
+    given = proposal._replace(tokens=jnp.where(foreign, ids, proposal.tokens))
+    if proposal.tree.mask is None:
+        first = np.where(foreign.any(axis=1), foreign.argmax(axis=1), foreign.shape[1])
+        return given, proposal._replace(count=jnp.minimum(proposal.count, first))
+    parent = np.array(proposal.tree.parent)
+    for row, node in np.argwhere(foreign):
+        parent[row, node] = -1
+    return given, proposal._replace(tree=proposal.tree._replace(parent=jnp.asarray(parent)))
+
+
 def row_keys(seed: int) -> jax.Array:
     return keys.row_keys([seed + i for i in range(BATCH)], BATCH)
 
 
 def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
-    """Logits with ties in the first of several rows, and in the last one what is hard or no law."""
+    """Logits with ties in the first of several rows, and in the last one what is hard or no distribution."""
     x = np.array(logits(seed, nodes, vocab))
     if nodes > 1:
         x[:, 0] = np.round(x[:, 0])
@@ -71,7 +87,7 @@ def hard(seed: int, nodes: int, vocab: int, dtype) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-def check_summary(policy, x, got: law.Summary, wanted: law.Summary) -> None:
+def check_row_stats(policy, x, got: reference.RowStats, wanted: reference.RowStats) -> None:
     x = np.asarray(x, np.float64)
     np.testing.assert_array_equal(got.top, wanted.top)
     np.testing.assert_array_equal(got.best, wanted.best)

@@ -1,4 +1,4 @@
-"""The product of all shapes of a kernel: a sixth of it in `make test-slow`, the rest in `make test-wide`."""
+"""The product of all shapes of a kernel: slow tests, beside the cases that are tested by default."""
 
 from __future__ import annotations
 
@@ -6,8 +6,5 @@ import pytest
 
 
 def wide(cases: list[tuple]) -> list:
-    """Each case, a tuple of arguments, with its mark."""
-    return [
-        pytest.param(*case, marks=pytest.mark.wide if index % 6 else pytest.mark.slow)
-        for index, case in enumerate(cases)
-    ]
+    """Each case, a tuple of arguments, as a slow test."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]

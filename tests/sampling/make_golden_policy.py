@@ -1,4 +1,4 @@
-"""Remake ``golden/policy.npz``: laws as transformers' own processors compute them.
+"""Remake ``golden/policy.npz``: distributions as transformers' own processors compute them.
 
 Needs torch and transformers: ``python tests/sampling/make_golden_policy.py [OUT]``. The live
 test (``pytest -m live``) makes it anew and compares, so the file cannot go stale unseen.
@@ -74,8 +74,8 @@ def processors(options: dict):
     return build(model, config, input_ids_seq_length=PROMPT, logits_processor=[openai], device="cpu")
 
 
-def law(options: dict, tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """The log-law after each of the last `STEPS` tokens, float32."""
+def probs(options: dict, tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """The log-distribution after each of the last `STEPS` tokens, float32."""
     import torch
 
     rows = []
@@ -97,9 +97,9 @@ def make(path: Path) -> None:
     tokens = random.integers(0, 12, (4, PROMPT + STEPS - 1)).astype(np.int32)  # with repeats
     logits = (2 * random.standard_normal((4, STEPS, VOCAB))).astype(np.float32)
     logits[:, :, -2:] = -np.inf  # a padded vocabulary
-    laws = {name: law(options, tokens, logits) for name, options in CASES.items()}
+    all_probs = {name: probs(options, tokens, logits) for name, options in CASES.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, tokens=tokens, logits=logits, **laws)
+    np.savez_compressed(path, tokens=tokens, logits=logits, **all_probs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The target law the slow and obvious way, by sorting, one text at a time; and random cases for it."""
+"""The target distribution the slow and obvious way, by sorting, one text at a time; and cases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import tree
-from jspec.sampling.policy import History
+from jspec.types import History
 
 B, N, S, V = 4, 5, 16, 37
 NEUTRAL = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0)
@@ -14,7 +14,7 @@ NEUTRAL |= dict(frequency_penalty=0.0, min_new_tokens=0, logit_bias=None, allowe
 
 
 def slow(options: dict, words: np.ndarray, prompt_length: int, stop: np.ndarray, logits: np.ndarray):
-    """The law after one text, by sorting, in float64: the obvious way."""
+    """The distribution after one text, by sorting, in float64: the obvious way."""
     o = NEUTRAL | options
     x = logits.astype(np.float64)
     for token, bias in (o["logit_bias"] or {}).items():
@@ -87,7 +87,7 @@ def random_case(seed: int, shape: str):
 
 
 def expected(options, history, nodes, layout, logits):
-    law = np.zeros(logits.shape)
+    probs = np.zeros(logits.shape)
     for row in range(B):
         for node in range(N):
             above, at = [], node
@@ -96,5 +96,7 @@ def expected(options, history, nodes, layout, logits):
                 at = int(layout.parent[row, at])
             words = np.concatenate([history.tokens[row, : history.length[row]], above]).astype(int)
             prompt = int(history.prompt_length[row])
-            law[row, node] = slow(options[row], words, prompt, history.stop[row], logits[row, node])
-    return law
+            probs[row, node] = slow(
+                options[row], words, prompt, history.stop_token_ids[row], logits[row, node]
+            )
+    return probs

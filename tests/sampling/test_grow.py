@@ -4,18 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec import shapes
+from jspec import tree
 from jspec.sampling import grow, keys, policy
-from jspec.types import Context
+from jspec.types import Context, History
 
-VOCAB, SHAPE = 512, shapes.likeliest(12, 3, 4)
+VOCAB, SHAPE = 512, tree.likeliest(12, 3, 4)
 
 
 def program(drawn: bool) -> str:
     """A static tree on a table: row t of the logits follows token t."""
-    history = policy.History(
-        jnp.zeros((1, 8), jnp.int32), jnp.array([3]), jnp.array([3]), jnp.full((1, 1), -1)
-    )
+    history = History(jnp.zeros((1, 8), jnp.int32), jnp.array([3]), jnp.array([3]), jnp.full((1, 1), -1))
 
     def grown(table, root, key):
         writer = grow.Writer(lambda table, tokens, above, layout: (table[tokens], table), None, VOCAB)

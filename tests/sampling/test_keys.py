@@ -32,9 +32,9 @@ def test_every_use_has_its_own_key():
 
 
 def test_a_row_key_depends_on_its_own_seed_only():
-    wide, narrow = keys.row_keys([3, 2**40, 5], 3), keys.row_keys([5], 1)
+    wide, skip_empty_rounds = keys.row_keys([3, 2**40, 5], 3), keys.row_keys([5], 1)
     assert wide.dtype == jnp.uint32
-    assert wide[2].tolist() == narrow[0].tolist()
+    assert wide[2].tolist() == skip_empty_rounds[0].tolist()
     assert len({tuple(row) for row in wide.tolist()}) == 3
 
 

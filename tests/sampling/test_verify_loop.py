@@ -1,4 +1,4 @@
-"""`verify` itself: the law of a loop of rounds, its keys, its rows, and what is no law."""
+"""`verify` itself: the distribution of a loop of rounds, its keys, its rows, and what is no distribution."""
 
 import functools
 
@@ -9,16 +9,18 @@ import pytest
 from scipy.stats import chisquare
 
 from jspec import ragged, tree
-from jspec.certify import enumeration as exact
+from jspec.certify import enumeration
 from jspec.errors import JspecError
 from jspec.sampling import keys, walk
-from jspec.sampling.verify import block, check_legal, coupled, greedy, token
+from jspec.sampling.verifiers import block, check_legal, coupled, greedy, token
 from jspec.types import Proposal
 from tests.oracle import judge, next_token
 
 VOCAB, DRAFTS = 3, 3
 TABLES = np.random.default_rng(1).gamma(0.3, size=(2, VOCAB, VOCAB, VOCAB)) + 0.02
-P, Q = TABLES / TABLES.sum(-1, keepdims=True)  # laws by the last two tokens: one would hide a reused key
+P, Q = TABLES / TABLES.sum(
+    -1, keepdims=True
+)  # distributions by the last two tokens: one would hide a reused key
 LOGP, LOGQ = (np.log(table).astype(np.float32) for table in (P, Q))
 ROWS = keys.row_keys(range(30_000), 30_000)
 
@@ -41,7 +43,7 @@ def meet(key, position, i):
 
 
 def propose(noise, key, position, last, drafts):
-    """Chains after the last two tokens, drawn with some noise, and the target's law at their nodes."""
+    """Chains after the last two tokens, drawn with some noise, and p at their nodes."""
     node = jnp.arange(1, drafts + 1)
     noise_BKV = jax.vmap(jax.vmap(noise, (None, None, 0)), (0, 0, None))(key, position, node)
     tokens, logq, pairs = [last[1]], [jnp.zeros((len(key), VOCAB))], [last]
@@ -49,22 +51,22 @@ def propose(noise, key, position, last, drafts):
         logq.append(jnp.asarray(LOGQ)[pairs[-1]])
         tokens.append(jnp.argmax(logq[-1] + noise_BKV[:, i], axis=-1))
         pairs.append((tokens[-2], tokens[-1]))
-    law = jnp.stack([jnp.asarray(LOGP)[pair] for pair in pairs], axis=1)
+    probs = jnp.stack([jnp.asarray(LOGP)[pair] for pair in pairs], axis=1)
     count = jnp.full((len(key),), drafts + 1)
-    return Proposal(jnp.stack(tokens, 1), tree.chain(len(key), drafts + 1), count, jnp.stack(logq, 1)), law
+    return Proposal(jnp.stack(tokens, 1), tree.chain(len(key), drafts + 1), count, jnp.stack(logq, 1)), probs
 
 
-def simulate(rule, key, length, drafts=DRAFTS, noise=by_round, point_masses=False):
+def simulate(verifier, key, length, drafts=DRAFTS, noise=by_round, point_masses=False):
     """The first ``length`` tokens after (0, 0) of a loop of rounds, a row for each key."""
     rows = jnp.arange(len(key))
 
     def round_of(_, carry):
         text, end = carry
         last = (text[rows, end - 2], text[rows, end - 1])
-        proposal, law = propose(noise, key, end - 1, last, drafts)
+        proposal, probs = propose(noise, key, end - 1, last, drafts)
         if point_masses:
             proposal = proposal._replace(logq=None)
-        verdict = judge(rule, key, end - 1, proposal, law, drafts)
+        verdict = judge(verifier, key, end - 1, proposal, probs, drafts)
         return ragged.append(text, end, verdict.tokens, verdict.accepted + 1), end + verdict.accepted + 1
 
     start = jnp.zeros((len(key), 2 + length * (drafts + 1)), jnp.int32), jnp.full((len(key),), 2)
@@ -73,19 +75,19 @@ def simulate(rule, key, length, drafts=DRAFTS, noise=by_round, point_masses=Fals
 
 
 def fit(texts):
-    """The χ² probability of texts under the target's law; texts expected fewer than 5 times are one."""
-    law = exact.target_law(lambda prefix: P[(0, 0, *prefix)[-2:]], texts.shape[1])
-    seen = np.bincount(np.ravel_multi_index(texts.T, law.shape), minlength=law.size)
-    expected = len(texts) * law.ravel()
+    """The χ² probability of texts under the target; texts expected fewer than 5 times are one."""
+    probs = enumeration.target_distribution(lambda prefix: P[(0, 0, *prefix)[-2:]], texts.shape[1])
+    seen = np.bincount(np.ravel_multi_index(texts.T, probs.shape), minlength=probs.size)
+    expected = len(texts) * probs.ravel()
     seen, expected = (np.append(x[expected >= 5], x[expected < 5].sum()) for x in (seen, expected))
     return chisquare(seen, expected).pvalue
 
 
 @pytest.mark.parametrize(
-    ("rule", "drafts"), [(token, 0), (token, DRAFTS), (block, DRAFTS), (coupled, 0), (coupled, DRAFTS)]
+    ("verifier", "drafts"), [(token, 0), (token, DRAFTS), (block, DRAFTS), (coupled, 0), (coupled, DRAFTS)]
 )
-def test_a_loop_of_rounds_keeps_the_law(rule, drafts):
-    assert fit(simulate(rule, ROWS, 4, drafts)) > 1e-3
+def test_a_loop_of_rounds_keeps_the_distribution(verifier, drafts):
+    assert fit(simulate(verifier, ROWS, 4, drafts)) > 1e-3
 
 
 SECOND_USES = {
@@ -105,7 +107,7 @@ def test_a_key_that_is_used_twice_is_found(name, monkeypatch):
 
 
 def test_drafts_keyed_by_position_are_found(monkeypatch):
-    """The block rule looks at drafts beyond the last accepted one, which the next round would repeat."""
+    """The block verifier looks at drafts beyond the last accepted one, which the next round would repeat."""
     fold = keys.fold
     monkeypatch.setattr(keys, "fold", lambda key, position, role, node: fold(key, position + node, role, 0))
     assert fit(simulate(block, ROWS, 4, noise=by_position)) < 1e-12
@@ -128,8 +130,8 @@ def test_how_often_coupled_drafts_are_accepted():
 
     @jax.jit
     def accepted():
-        proposal, law = propose(meet, ROWS, zero + 1, (zero, zero), 1)
-        return judge(coupled, ROWS, zero + 1, proposal, law, 1).accepted
+        proposal, probs = propose(meet, ROWS, zero + 1, (zero, zero), 1)
+        return judge(coupled, ROWS, zero + 1, proposal, probs, 1).accepted
 
     seen = accepted().mean()
     assert abs(seen - expected) < 4 * np.sqrt(expected * (1 - expected) / len(ROWS))
@@ -140,21 +142,21 @@ BATCH = 100
 
 @jax.jit
 def some_rows():
-    """Ragged proposals and their laws."""
+    """Ragged proposals and their distributions."""
     row, position, zero = ROWS[:BATCH], jnp.arange(BATCH) + 3, jnp.zeros(BATCH, jnp.int32)
-    proposal, law = propose(by_round, row, position, (zero, zero), DRAFTS)
-    return row, position, proposal._replace(count=1 + jnp.arange(BATCH) % (DRAFTS + 1)), law
+    proposal, probs = propose(by_round, row, position, (zero, zero), DRAFTS)
+    return row, position, proposal._replace(count=1 + jnp.arange(BATCH) % (DRAFTS + 1)), probs
 
 
 @functools.cache
-def decision(rule):
-    return jax.jit(functools.partial(judge, rule, depth=DRAFTS))
+def decision(verifier):
+    return jax.jit(functools.partial(judge, verifier, depth=DRAFTS))
 
 
-@pytest.mark.parametrize("rule", [greedy, token, block, coupled], ids=lambda rule: rule.name)
-def test_a_row_does_not_see_its_neighbours(rule):
+@pytest.mark.parametrize("verifier", [greedy, token, block, coupled], ids=lambda verifier: verifier.name)
+def test_a_row_does_not_see_its_neighbours(verifier):
     rows = some_rows()
-    decide = decision(rule)
+    decide = decision(verifier)
     together = decide(*rows)
     for b in range(5):
         row = slice(b, b + 1)
@@ -162,32 +164,34 @@ def test_a_row_does_not_see_its_neighbours(rule):
         assert jax.tree.all(jax.tree.map(lambda x, y, row=row: (x[row] == y).all(), together, alone))
 
 
-@pytest.mark.parametrize("rule", [greedy, token, block, coupled], ids=lambda rule: rule.name)
-def test_what_is_no_law_ends_the_walk_and_changes_nothing_before(rule):
-    row, position, proposal, law = some_rows()
+@pytest.mark.parametrize("verifier", [greedy, token, block, coupled], ids=lambda verifier: verifier.name)
+def test_what_is_no_distribution_ends_the_walk_and_changes_nothing_before(verifier):
+    row, position, proposal, probs = some_rows()
     proposal = proposal._replace(count=jnp.full_like(proposal.count, DRAFTS + 1))
-    clean = judge(rule, row, position, proposal._replace(count=jnp.full_like(proposal.count, 3)), law, DRAFTS)
-    bad = judge(rule, row, position, proposal, law.at[:, 2].set(jnp.nan), DRAFTS)
+    clean = judge(
+        verifier, row, position, proposal._replace(count=jnp.full_like(proposal.count, 3)), probs, DRAFTS
+    )
+    bad = judge(verifier, row, position, proposal, probs.at[:, 2].set(jnp.nan), DRAFTS)
     assert (bad.path == clean.path).all() and (bad.ok == (clean.accepted < 2)).all()
     assert (next_token(bad) == next_token(clean))[bad.ok].all() and not bad.ok.all() and bad.ok.any()
 
 
-def test_a_coin_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
-    monkeypatch.setattr(walk, "coins_of", lambda key, position, nodes: jnp.zeros((len(key), nodes)))
-    row, position, proposal, law = some_rows()
-    law = law.at[jnp.arange(BATCH), 0, proposal.tokens[:, 1]].set(-jnp.inf)
+def test_a_uniform_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
+    monkeypatch.setattr(walk, "uniforms_for", lambda key, position, nodes: jnp.zeros((len(key), nodes)))
+    row, position, proposal, probs = some_rows()
+    probs = probs.at[jnp.arange(BATCH), 0, proposal.tokens[:, 1]].set(-jnp.inf)
     decide = jax.jit(functools.partial(judge, token, depth=DRAFTS))
-    assert not decide(row, position, proposal, law).accepted.any()
+    assert not decide(row, position, proposal, probs).accepted.any()
 
 
-def test_rules_for_chains_refuse_trees():
+def test_verifiers_for_chains_refuse_trees():
     branches = tree.from_parents(jnp.array([[-1, 0, 0, 0]]))
     everything = Proposal(jnp.array([[0, 0, 1, 2]]), branches, jnp.array([4]))
-    law = jnp.broadcast_to(jnp.asarray(LOGP[0, 0]), (1, 4, VOCAB))
+    probs = jnp.broadcast_to(jnp.asarray(LOGP[0, 0]), (1, 4, VOCAB))
     check_legal(block, "chain")
     with pytest.raises(JspecError, match="'block' judges drafts that grow as chain, not as tree"):
-        judge(block, ROWS[:1], jnp.array([1]), everything, law, 1)
-    for rule in (greedy, coupled, token):
-        check_legal(rule, "tree")
-        decide = jax.jit(functools.partial(judge, rule, depth=1))
-        assert decide(ROWS[:1], jnp.array([1]), everything, law).accepted.tolist() == [1]
+        judge(block, ROWS[:1], jnp.array([1]), everything, probs, 1)
+    for verifier in (greedy, coupled, token):
+        check_legal(verifier, "tree")
+        decide = jax.jit(functools.partial(judge, verifier, depth=1))
+        assert decide(ROWS[:1], jnp.array([1]), everything, probs).accepted.tolist() == [1]

@@ -9,24 +9,24 @@ import pytest
 from scipy.stats import chisquare
 
 from jspec import tree
-from jspec.certify import enumeration as exact
+from jspec.certify import enumeration
 from jspec.sampling import keys, walk
-from jspec.sampling.verify import coupled, greedy, plan, token
+from jspec.sampling.verifiers import coupled, greedy, outcomes, token
 from jspec.types import Proposal
 from tests.oracle import judge
 
 TREES, EACH, NODES, VOCAB = 6, 5000, 7, 4
 DEPTH = NODES - 1
-RULES = [greedy, token, coupled]
+VERIFIERS = [greedy, token, coupled]
 
 
-def named(rule) -> str:
-    return rule.name
+def named(verifier) -> str:
+    return verifier.name
 
 
 @functools.cache
 def some_trees(seed: int = 0, kinds: str = "mixed"):
-    """Random trees with random laws; a node in three is a point mass, and siblings may be duplicates."""
+    """Random trees and distributions; a node in three is a point mass, and siblings may be duplicates."""
     rng = np.random.default_rng(seed)
     parent = np.array(
         [[-1, *(rng.integers(max(0, i - 3), i) for i in range(1, NODES))] for _ in range(TREES)]
@@ -48,8 +48,8 @@ def repeated(values):
 
 
 @functools.cache
-def decision(rule):
-    return jax.jit(functools.partial(judge, rule, depth=DEPTH))
+def decision(verifier):
+    return jax.jit(functools.partial(judge, verifier, depth=DEPTH))
 
 
 KEYS = keys.row_keys(range(TREES * EACH), TREES * EACH)
@@ -57,17 +57,17 @@ KEYS = keys.row_keys(range(TREES * EACH), TREES * EACH)
 
 def fits(kinds: str, decide=None) -> list[float]:
     """For each tree, the χ² probability of where its rows ended and what followed, by the plan."""
-    proposal, law = some_trees(kinds=kinds)
+    proposal, probs = some_trees(kinds=kinds)
     position = jnp.arange(TREES * EACH, dtype=jnp.int32) % 50
-    verdict = jax.device_get((decide or decision(token))(KEYS, position, *repeated((proposal, law))))
+    verdict = jax.device_get((decide or decision(token))(KEYS, position, *repeated((proposal, probs))))
     last = np.take_along_axis(verdict.path, verdict.accepted[:, None], axis=1)[:, 0]
     follows = np.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)[:, 0]
-    accept, residual = jax.vmap(functools.partial(plan, token))(proposal, law)
+    accept, residual = jax.vmap(functools.partial(outcomes, token))(proposal, probs)
     found = []
     for row in range(TREES):
-        draft = exact.Draft(1.0, (), proposal.tree.parent[row].tolist(), int(proposal.count[row]))
+        draft = enumeration.Draft(1.0, (), proposal.tree.parent[row].tolist(), int(proposal.count[row]))
         expected = np.zeros((NODES, VOCAB))
-        for path, chance in exact._ends(draft, np.asarray(accept[row], np.float64)):
+        for path, chance in enumeration._ends(draft, np.asarray(accept[row], np.float64)):
             expected[path[-1]] = chance * np.asarray(jax.nn.softmax(residual[row, path[-1]]), np.float64)
         rows = slice(row * EACH, (row + 1) * EACH)
         seen = np.zeros((NODES, VOCAB))
@@ -91,8 +91,8 @@ def shared(key, position, nodes):
     return jnp.broadcast_to(jax.vmap(jax.random.uniform)(fold)[:, None], (len(key), nodes))
 
 
-def test_siblings_that_share_a_coin_are_found(monkeypatch):
-    monkeypatch.setattr(walk, "coins_of", shared)
+def test_siblings_that_share_a_uniform_are_found(monkeypatch):
+    monkeypatch.setattr(walk, "uniforms_for", shared)
     assert fits("mixed", jax.jit(functools.partial(judge, token, depth=DEPTH)))[0] < 1e-12
 
 
@@ -101,27 +101,29 @@ BATCH = 60
 
 def some_rows(seed: int = 0):
     """Different trees in one batch."""
-    proposal, law = jax.tree.map(lambda x: jnp.repeat(x, BATCH // TREES, axis=0), some_trees(seed))
-    return KEYS[:BATCH], jnp.arange(BATCH, dtype=jnp.int32) % 7, proposal, law
+    proposal, probs = jax.tree.map(lambda x: jnp.repeat(x, BATCH // TREES, axis=0), some_trees(seed))
+    return KEYS[:BATCH], jnp.arange(BATCH, dtype=jnp.int32) % 7, proposal, probs
 
 
-@pytest.mark.parametrize("rule", RULES, ids=named)
-def test_a_row_does_not_see_its_neighbours(rule):
+@pytest.mark.parametrize("verifier", VERIFIERS, ids=named)
+def test_a_row_does_not_see_its_neighbours(verifier):
     rows = some_rows()
-    together = decision(rule)(*rows)
+    together = decision(verifier)(*rows)
     for row in (0, 11, 24, 42, 59):  # among copies of itself, all walking as far as it does
-        alone = decision(rule)(*jax.tree.map(lambda x, row=row: jnp.repeat(x[row : row + 1], BATCH, 0), rows))
+        alone = decision(verifier)(
+            *jax.tree.map(lambda x, row=row: jnp.repeat(x[row : row + 1], BATCH, 0), rows)
+        )
         for whole, copies in zip(together, alone, strict=True):
             np.testing.assert_array_equal(whole[row], copies[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("rule", RULES, ids=named)
-def test_what_is_no_law_ends_the_walk_and_changes_nothing_before(rule, value):
-    key, position, proposal, law = some_rows()
-    clean, ended = decision(rule)(key, position, proposal, law), 0
+@pytest.mark.parametrize("verifier", VERIFIERS, ids=named)
+def test_what_is_no_distribution_ends_the_walk_and_changes_nothing_before(verifier, value):
+    key, position, proposal, probs = some_rows()
+    clean, ended = decision(verifier)(key, position, proposal, probs), 0
     for node in (0, 1, 3):
-        bad = decision(rule)(key, position, proposal, law.at[:, node].set(value))
+        bad = decision(verifier)(key, position, proposal, probs.at[:, node].set(value))
         for row in range(BATCH):
             accepted = int(clean.accepted[row])
             path = clean.path[row, : accepted + 1].tolist()
@@ -136,8 +138,10 @@ def test_what_is_no_law_ends_the_walk_and_changes_nothing_before(rule, value):
     assert clean.ok.all() and ended > BATCH
 
 
-@pytest.mark.parametrize(("rule", "told"), [(greedy, False), (token, True), (token, False), (coupled, False)])
-def test_a_chain_that_is_given_as_a_tree(rule, told):
+@pytest.mark.parametrize(
+    ("verifier", "told"), [(greedy, False), (token, True), (token, False), (coupled, False)]
+)
+def test_a_chain_that_is_given_as_a_tree(verifier, told):
     """The same keys give the same verdict."""
     rng = np.random.default_rng(1)
     rows, nodes = 500, DEPTH + 1
@@ -150,7 +154,7 @@ def test_a_chain_that_is_given_as_a_tree(rule, told):
     wide = tree.from_parents(layout.parent)
     key = KEYS[:rows]
     straight, walked = (
-        decision(rule)(key, position, Proposal(tokens, shape, count, q if told else None), p)
+        decision(verifier)(key, position, Proposal(tokens, shape, count, q if told else None), p)
         for shape in (layout, wide)
     )
     for name in ("path", "accepted", "ok"):
@@ -161,11 +165,11 @@ def test_a_chain_that_is_given_as_a_tree(rule, told):
     assert set(straight.accepted.tolist()) >= {0, 1, 2, 3}
 
 
-def test_a_coin_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
-    monkeypatch.setattr(walk, "coins_of", lambda key, position, nodes: jnp.zeros((len(key), nodes)))
-    key, position, proposal, law = some_rows()
+def test_a_uniform_of_zero_does_not_pass_a_chance_of_zero(monkeypatch):
+    monkeypatch.setattr(walk, "uniforms_for", lambda key, position, nodes: jnp.zeros((len(key), nodes)))
+    key, position, proposal, probs = some_rows()
     proposal = proposal._replace(tokens=jnp.zeros_like(proposal.tokens), logq=None)
     verdict = jax.jit(functools.partial(judge, token, depth=DEPTH))(
-        key, position, proposal, law.at[:, :, 0].set(-jnp.inf)
+        key, position, proposal, probs.at[:, :, 0].set(-jnp.inf)
     )
     assert not verdict.accepted.any()

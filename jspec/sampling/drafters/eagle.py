@@ -1,7 +1,7 @@
 """EAGLE: a head that goes on from the target's own hidden states (1, 2 and 3 alike).
 
 EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840) differ in their `Head`; EAGLE-2
-(arXiv 2406.16858) is the growth `best_first`. Row j of the head takes the feature f_j and
+(arXiv 2406.16858) is the growth `jspec.sampling.grow.best_first`. Row j of the head takes the feature f_j and
 the token x_{j+1}: the emitted tokens come with just these features, so taking them in is
 the head's roll-forward, with the target's true features in the place of its own guesses.
 x_0 has no feature and is dropped; before the first feature nothing is proposed.
@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.errors import JspecError
+from jspec.models.heads import Head
+from jspec.once import built_once
 from jspec.sampling import grow
-from jspec.shapes import Shape
-from jspec.types import Context, Drafter, Emitted, Head, Params, Proposal, Tree
+from jspec.tree import TreeShape
+from jspec.types import Context, Drafter, Emitted, Params, Proposal, Tree
 
 
 class Rows(NamedTuple):
@@ -39,12 +42,25 @@ class Drafted(NamedTuple):
     streams: Float[Array, "B R D"]  # of the root's row and of those run since
 
 
-def fixed(head: Head, shape: Shape, *, vocab_size: int, drawn: bool = True) -> Drafter:
-    """An EAGLE drafter of a static chain or tree.
+@built_once
+def eagle_static(head: Head, shape: TreeShape, *, vocab_size: int, drawn: bool = True) -> Drafter:
+    """A drafter of a static chain or tree, which an EAGLE head writes. Params: the head's.
 
-    ``drawn``: tokens of rows above temperature 0 are drawn from the head's law under the
-    target's policy, siblings without replacement; False: always the head's best, as point
-    masses. ``vocab_size``: the target's V.
+    Args:
+        head: the network, `jspec.models.heads.Head`.
+        shape: of the drafts: `jspec.tree.chain_shape`, `from_paths`, `likeliest`, or `EAGLE_TREE`.
+        vocab_size: the target's V.
+        drawn: tokens of rows above temperature 0 are drawn from the head's distribution under the
+            target's policy, siblings without replacement; False: always the head's best, as point
+            masses.
+
+    >>> from jspec import tree
+    >>> from jspec.certify import tiny
+    >>> from jspec.weights.heads import eagle1
+    >>> _, _, head, params = tiny.tiny_head(eagle1.KIND)
+    >>> drafter = eagle_static(head, tree.chain_shape(3), vocab_size=5)
+    >>> drafter.growth, drafter.nodes
+    ('chain', 4)
     """
 
     def grown(writer: grow.Writer, start: grow.Start, root: Array, context: Context) -> Proposal:
@@ -55,13 +71,29 @@ def fixed(head: Head, shape: Shape, *, vocab_size: int, drawn: bool = True) -> D
     return _drafter(head, vocab_size, grown, len(shape.parent), shape.depth, inner, growth)
 
 
-def best_first(head: Head, *, size: int = 31, depth: int = 6, topk: int = 8, vocab_size: int) -> Drafter:
-    """An EAGLE-2 drafter: ``size`` nodes (the root not counted) of at most ``depth`` levels.
+@built_once
+def eagle_dynamic(head: Head, *, size: int = 31, depth: int = 6, topk: int = 8, vocab_size: int) -> Drafter:
+    """A drafter of a tree that grows where an EAGLE head is surest (EAGLE-2). Params: the head's.
 
-    Raises ValueError if its levels do not propose so many candidates.
+    Args:
+        head: the network, `jspec.models.heads.Head`.
+        size: drafted nodes, the root not counted.
+        depth: levels, at most.
+        topk: nodes of a level that are run, and children of each that are candidates.
+        vocab_size: the target's V.
+
+    Raises:
+        JspecError: the levels do not propose so many candidates.
+
+    >>> from jspec.certify import tiny
+    >>> from jspec.weights.heads import eagle1
+    >>> _, _, head, params = tiny.tiny_head(eagle1.KIND)
+    >>> drafter = eagle_dynamic(head, size=7, depth=3, topk=2, vocab_size=5)
+    >>> drafter.growth, drafter.nodes
+    ('tree', 8)
     """
     if size > (most := topk + (depth - 1) * topk**2):
-        raise ValueError(f"size = {size}, but {depth} levels of {topk} x {topk} make {most} candidates")
+        raise JspecError(f"size = {size}, but {depth} levels of {topk} x {topk} make {most} candidates")
 
     def grown(writer: grow.Writer, start: grow.Start, root: Array, context: Context) -> Proposal:
         return grow.best_first(size, depth, topk, writer, start, root)
@@ -78,7 +110,7 @@ def _drafter(
         return Rows(
             head.init_cache(batch, slots + rows, max(scratch, rows)),
             jnp.zeros((batch,), bool),
-            jnp.zeros((batch, head.width), params["embed"].dtype),
+            jnp.zeros((batch, head.hidden_size), params["embed"].dtype),
             jnp.zeros((batch, head.vocab_size), jnp.float32),
         )
 
@@ -100,7 +132,9 @@ def _drafter(
             jnp.where(new, logits, state.logits),
         )
 
-    def propose(params: Params, state: Rows, root: Int[Array, "B"], context: Context):
+    def propose(
+        params: Params, state: Rows, root: Int[Array, "B"], context: Context
+    ) -> tuple[Proposal, Rows]:
         def run(carry: Drafted, tokens: Array, above: Array, layout: Tree) -> tuple[Array, Drafted]:
             stream = jnp.take_along_axis(carry.streams, above[:, :, None] + 1, axis=1)
             hidden, stream, cache = head.forward(params, carry.cache, tokens, stream, layout)

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec import ragged, tree
+from jspec.errors import JspecError, positive
+from jspec.once import built_once
 from jspec.types import Context, Drafter, Emitted, Params, Proposal
 
 
@@ -32,6 +34,7 @@ class History(NamedTuple):
 MATCHES = ("latest", "most_frequent")
 
 
+@built_once
 def ngram(
     num_speculative_tokens: int = 4,
     *,
@@ -39,18 +42,26 @@ def ngram(
     max_ngram: int = 5,
     match: str = "latest",
 ) -> Drafter:
-    """Build the drafter.
+    """A drafter that copies what followed the same words earlier (prompt lookup). Params: None.
 
-    ``match`` chooses among occurrences of the longest suffix: the "latest", or the
-    latest of those whose next token is the "most_frequent" one. Raises ValueError for
-    K < 1, for ``1 <= min_ngram <= max_ngram`` not holding and for an unknown match.
+    Args:
+        num_speculative_tokens: K.
+        min_ngram: the least number of tokens that have to be the same; below it nothing is proposed.
+        max_ngram: the most that are compared.
+        match: which occurrence of the longest suffix: the "latest", or the latest of those whose
+            next token is the "most_frequent" one.
+
+    Raises:
+        JspecError: K < 1, ``1 <= min_ngram <= max_ngram`` not holding, an unknown match.
+
+    >>> ngram(4, min_ngram=1).nodes
+    5
     """
-    if num_speculative_tokens < 1:
-        raise ValueError(f"num_speculative_tokens = {num_speculative_tokens} should be at least 1")
+    positive("num_speculative_tokens", num_speculative_tokens)
     if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(f"min_ngram {min_ngram}, max_ngram {max_ngram}: 1 <= min <= max should hold")
+        raise JspecError(f"min_ngram {min_ngram}, max_ngram {max_ngram}: 1 <= min <= max should hold")
     if match not in MATCHES:
-        raise ValueError(f"match {match!r} should be one of {', '.join(MATCHES)}")
+        raise JspecError(f"match {match!r} should be one of {', '.join(MATCHES)}")
 
     def init(params: Params, batch: int, slots: int, scratch: int) -> History:
         return History(jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32))
@@ -59,8 +70,10 @@ def ngram(
         tokens = ragged.append(state.tokens, state.length, emitted.tokens, emitted.count)
         return History(tokens, state.length + emitted.count)
 
-    def propose(params: Params, state: History, root: Int[Array, "B"], context: Context):
-        def row(tokens, length):
+    def propose(
+        params: Params, state: History, root: Int[Array, "B"], context: Context
+    ) -> tuple[Proposal, History]:
+        def row(tokens: Array, length: Array) -> tuple[Array, Array]:
             return lookup(tokens, length, num_speculative_tokens, min_ngram, max_ngram, match)
 
         drafts, found = jax.vmap(row)(state.tokens, state.length)

@@ -13,16 +13,24 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jspec.certify.tiny import random_params
-from jspec.models import decoder, eagle1, eagle3, medusa
-from jspec.types import Head, Heads, Model, Params
+from jspec.models import decoder
+from jspec.models.heads import Head, Heads, eagle1, eagle3, medusa
+from jspec.models.layers import random_params
+from jspec.types import Model, Params
 from tests import oracle
 
 VOCAB, WIDTH, GUESSES = 5, 8, 3
 CONFIG = decoder.Config(
-    vocab_size=VOCAB, width=WIDTH, mlp_width=WIDTH, layers=1, heads=1, kv_heads=1, channels=8, max_length=160
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=WIDTH,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=8,
+    context_length=160,
 )
-TAPS = {"eagle": (decoder.FINAL,), "eagle3": (0, 1), "medusa": (decoder.FINAL,)}
+FEATURE_LAYERS = {"eagle": (decoder.FINAL,), "eagle3": (0, 1), "medusa": (decoder.FINAL,)}
 SAME = jnp.eye(WIDTH)
 LONG = WIDTH**0.5  # of a unit vector after a norm
 
@@ -37,10 +45,10 @@ def padded(rows: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def target(taps: tuple[int, ...] = ()) -> tuple[Model, Params]:
+def target(feature_layers: tuple[int, ...] = ()) -> tuple[Model, Params]:
     params = random_params(decoder.weights(CONFIG), scale=0.0)  # zeros, and norms of 1
     params |= {"embed": SAME[:VOCAB], "head": 9 * padded(later(1, VOCAB))}
-    return decoder.make(CONFIG, taps=taps), params
+    return decoder.make(CONFIG, feature_layers=feature_layers), params
 
 
 @functools.cache
@@ -56,7 +64,7 @@ def eagle(by: str) -> tuple[Head, Params]:
 @functools.cache
 def eagle_3(by: str) -> tuple[Head, Params]:
     """By token: each row's attention sees itself alone. By feature: the MLP turns e_t into e_{t+1}."""
-    config = eagle3.Config(CONFIG, VOCAB, TAPS["eagle3"], WIDTH, norm_before_residual=by == "token")
+    config = eagle3.Config(CONFIG, VOCAB, FEATURE_LAYERS["eagle3"], WIDTH, norm_before_residual=by == "token")
     params = random_params(eagle3.weights(config, ["midlayer"]), scale=0.0)
     layer = params["layers"][0]
     if by == "token":
@@ -90,10 +98,10 @@ def _random(kind: str) -> tuple[Head | Heads, Params]:
         first = eagle1.Config(layer)
         return eagle1.make(first), random_params(eagle1.weights(first, ["layers.0"]), 2)
     if kind == "eagle3":
-        third = eagle3.Config(layer, 24, TAPS["eagle3"], layer.width)
+        third = eagle3.Config(layer, 24, FEATURE_LAYERS["eagle3"], layer.hidden_size)
         own = random_params(eagle3.weights(third, ["midlayer"]), 2)
         return eagle3.make(third), own | {"ids": 1 + jnp.arange(24)}
-    guesses = medusa.Config(layer.width, oracle.VOCAB, GUESSES, blocks=1)
+    guesses = medusa.Config(layer.hidden_size, oracle.VOCAB, GUESSES, blocks=1)
     return medusa.make(guesses), random_params(medusa.weights(guesses, "{i}.{j}.linear", "{i}.1"), 2)
 
 

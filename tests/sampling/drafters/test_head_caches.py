@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from jspec import decode, tree
-from jspec.sampling.verify import greedy
+from jspec.sampling.verifiers import greedy
 from tests import oracle
 from tests.sampling.drafters import rigged
-from tests.sampling.drafters.cases import CASES
+from tests.sampling.drafters.cases import BY_CASE, TRANSFORMERS
 
 SLOTS, PROMPTS, LIMIT = 96, [[3], [5, 6], [4, 9, 2] * 4], 44
 HELP = jnp.array([2, 0, 3, 1, 1, 3, 2, 0, 1, 2, 3])  # how deep, by position
-BY_NAME = {case.name: case for case in CASES}
 
 
 @functools.cache
@@ -49,18 +48,18 @@ def assert_close(got, wanted) -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=atol)
 
 
-def assert_head_is_fresh(head, dparams, features, state) -> None:
+def assert_head_is_fresh(head, draft_params, features, state) -> None:
     """Its rows are those of the target's own features with the tokens one place on."""
     batch, slots = state.tokens.shape
     length = np.asarray(state.draft.cache.length)
     np.testing.assert_array_equal(length, np.asarray(state.length) - 1)
 
     @jax.jit
-    def over_again(dparams, tokens, features):
-        stream, empty = head.fuse(dparams, features), head.init_cache(batch, slots)
-        return head.forward(dparams, empty, tokens, stream, tree.chain(batch, slots))
+    def over_again(draft_params, tokens, features):
+        stream, empty = head.fuse(draft_params, features), head.init_cache(batch, slots)
+        return head.forward(draft_params, empty, tokens, stream, tree.chain(batch, slots))
 
-    hidden, out, fresh = over_again(dparams, jnp.roll(state.tokens, -1, axis=1), features)
+    hidden, out, fresh = over_again(draft_params, jnp.roll(state.tokens, -1, axis=1), features)
     for got, wanted in zip(
         jax.tree.leaves(state.draft.cache.layers), jax.tree.leaves(fresh.layers), strict=True
     ):
@@ -68,28 +67,27 @@ def assert_head_is_fresh(head, dparams, features, state) -> None:
             assert_close(got[row, :, :n], wanted[row, :, :n])
     rows = jnp.arange(batch)
     assert_close(state.draft.stream, out[rows, length - 1])
-    assert_close(state.draft.logits, head.unembed(dparams, hidden)[rows, length - 1])
+    assert_close(state.draft.logits, head.unembed(draft_params, hidden)[rows, length - 1])
 
 
 @pytest.mark.parametrize(
     ("name", "tiny"),
     [
-        ("eagle_tree", "windowed"),
+        ("eagle_static", "windowed"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("eagle_tree", "llama"), ("eagle2", "llama"), ("eagle2", "windowed"),
-            ("eagle3_best_first", "llama"),
-            ("eagle3_best_first", "windowed"), ("medusa_tree", "windowed"))),
+            ("eagle_static", "llama"), ("eagle_dynamic", "llama"), ("eagle_dynamic", "windowed"),
+            ("eagle3_dynamic", "llama"),
+            ("eagle3_dynamic", "windowed"), ("medusa_static", "windowed"))),
     ],
 )  # fmt: skip
 def test_after_rounds_that_keep_some_of_a_tree(name, tiny):
-    make, case = oracle.TINY[tiny], BY_NAME[name]
-    model, params = make(taps=case.taps)
-    drafter, dparams = case.make(model, params)
+    make, case = oracle.TINY[tiny], BY_CASE[name]
+    model, params, drafter, draft_params = case.rig(TRANSFORMERS[tiny])
     decoder = decode.make_decoder(model, helped(drafter, script(make)), greedy, chunk=8)
-    state = decoder.init(params, dparams, oracle.request(model, PROMPTS, SLOTS, LIMIT))
+    state = decoder.init(params, draft_params, oracle.request(model, PROMPTS, SLOTS, LIMIT))
     accepted = []
     for _ in range(9):
-        state, info = decoder.step(params, dparams, state)
+        state, info = decoder.step(params, draft_params, state)
         accepted += info.accepted.tolist()
     assert set(accepted) >= {0, 1, 2, 3}
     for text, right in zip(oracle.texts(state), script(make).tolist(), strict=True):
@@ -99,4 +97,4 @@ def test_after_rounds_that_keep_some_of_a_tree(name, tiny):
         layout = tree.chain(*state.tokens.shape)
         cache = model.init_cache(len(PROMPTS), SLOTS)
         features = jax.jit(model.forward)(params, cache, state.tokens, layout)[1]
-        assert_head_is_fresh(rigged.random(case.head, params)[0], dparams, features, state)
+        assert_head_is_fresh(rigged.random(case.head, params)[0], draft_params, features, state)

@@ -46,7 +46,7 @@ def test_lookup_is_the_slow_lookup(min_ngram, max_ngram, match):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(num_speculative_tokens=0), "num_speculative_tokens = 0 should be at least 1"),
+        (dict(num_speculative_tokens=0), "num_speculative_tokens = 0 should be a whole number of at least 1"),
         (dict(min_ngram=4, max_ngram=2), "min_ngram 4, max_ngram 2"),
         (dict(min_ngram=0), "min_ngram 0"),
         (dict(match="first"), "'first' should be one of latest, most_frequent"),

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import decode, shapes
-from jspec.heads import load_head
-from jspec.sampling.drafters import eagle
+from jspec import decode, tree
+from jspec.sampling.drafters import eagle_dynamic, eagle_static
 from jspec.sampling.drafters.medusa import medusa
-from jspec.sampling.verify import greedy
+from jspec.sampling.verifiers import greedy
 from jspec.types import Context, Emitted
+from jspec.weights.heads import load_head
 from tests import oracle
 from tests.models.test_eagle import GOLDEN, assert_close, features, load, target
 
@@ -59,7 +59,7 @@ def proposed(drafter, params, prompt, tapped):
 )  # fmt: skip
 def test_a_chain_is_the_originals(case):
     loaded, _, golden, tapped = load(case)
-    drafter = eagle.fixed(loaded.head, shapes.chain(4), vocab_size=199, drawn=False)
+    drafter = eagle_static(loaded.head, tree.chain_shape(4), vocab_size=199, drawn=False)
     prompt = np.append(golden["prompt"], golden["tokens"][-1])
     made = proposed(drafter, loaded.params, prompt, tapped)
     assert made.tokens[0, 1:].tolist() == golden["drafts"].tolist()
@@ -70,8 +70,8 @@ def test_the_big_tree_is_eagle_2s():
     base, golden = target("eagle1"), saved("eagle2")
     loaded = load_head(GOLDEN / "eagle1/head_bias", base)
     total, depth, topk = golden["big_params"].tolist()
-    drafter = eagle.best_first(loaded.head, size=total - 1, depth=depth + 1, topk=topk, vocab_size=199)
-    tapped = features("eagle1", loaded.head.taps, tuple(golden["prompt"][:-1].tolist()))
+    drafter = eagle_dynamic(loaded.head, size=total - 1, depth=depth + 1, topk=topk, vocab_size=199)
+    tapped = features("eagle1", loaded.head.feature_layers, tuple(golden["prompt"][:-1].tolist()))
     made = proposed(drafter, loaded.params, golden["prompt"], tapped)
     np.testing.assert_array_equal(made.tokens[0], golden["big_tokens"])
     np.testing.assert_array_equal(made.tree.parent[0], golden["big_parents"])
@@ -89,8 +89,8 @@ def trace(head: str, folders: tuple[str, ...]):
         drafter = medusa(loaded.head, MEDUSA, vocab_size=199)
     else:
         total, depth, topk = golden[0]["params"].tolist()
-        drafter = eagle.best_first(loaded.head, size=total - 1, depth=depth + 1, topk=topk, vocab_size=199)
-    model = base.family.make(base.config, taps=loaded.head.taps)
+        drafter = eagle_dynamic(loaded.head, size=total - 1, depth=depth + 1, topk=topk, vocab_size=199)
+    model = base.family.make(base.config, feature_layers=loaded.head.feature_layers)
     decoder = decode.make_decoder(model, drafter, greedy, chunk=8)
     asked = oracle.request(model, [arrays["prompt"].tolist() for arrays in golden], SLOTS, 60)
     state, rounds = decoder.init(base.params, loaded.params, asked), []
@@ -103,7 +103,7 @@ def trace(head: str, folders: tuple[str, ...]):
     return loaded, drafter, golden, rounds, jax.device_get(state)
 
 
-MEDUSA = shapes.shape(
+MEDUSA = tree.from_paths(
     [tuple(map(int, path)) for path in "0 1 2 00 01 10 20 000 001 010 100 0000 00000".split()]
 )
 BEST_FIRST = [

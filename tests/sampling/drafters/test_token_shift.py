@@ -1,6 +1,6 @@
 """Which feature goes with which token: heads that copy the target draft its text, or nothing at all.
 
-Lossless rules hide a shift that is off by one: it only makes drafts useless.
+Lossless verifiers hide a shift that is off by one: it only makes drafts useless.
 """
 
 import functools
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jspec import tree
-from jspec.sampling.drafters import eagle
+from jspec.sampling.drafters import eagle_static
 from jspec.sampling.drafters.medusa import medusa
 from jspec.types import Context, Drafter, Emitted
 from tests.sampling.drafters import rigged
-from tests.sampling.drafters.cases import BEST, BUSHY, CHAIN
+from tests.sampling.drafters.cases import BUSHY, chain, dynamic
 
 NOTHING = Context(*(None,) * 5)
 
@@ -51,9 +51,9 @@ def off_by_one(drafter: Drafter, what: str) -> Drafter:
 
 
 @functools.cache
-def features_of(taps) -> jax.Array:
+def features_of(feature_layers) -> jax.Array:
     """The target's on the text, each beside the token that it predicts; zeros beside the first."""
-    model, params = rigged.target(taps)
+    model, params = rigged.target(feature_layers)
     forward = jax.jit(
         lambda params: model.forward(params, model.init_cache(1, 16), TEXT, tree.chain(1, 12))[1]
     )
@@ -63,9 +63,9 @@ def features_of(taps) -> jax.Array:
 TEXT = jnp.arange(12, dtype=jnp.int32)[None] % rigged.VOCAB
 
 
-def drafted(drafter, params, taps) -> float:
+def drafted(drafter, params, feature_layers) -> float:
     """How much of the text, to the depth of its draft, a drafter finds after texts of several lengths."""
-    features = features_of(taps)
+    features = features_of(feature_layers)
 
     @jax.jit
     def after(params, state, start, count):
@@ -100,9 +100,9 @@ def depth_of(proposal, root: int) -> int:
 
 
 GROWTHS = {
-    "chain": lambda head: eagle.fixed(head, CHAIN, vocab_size=rigged.VOCAB, drawn=False),
-    "tree": lambda head: eagle.fixed(head, BUSHY, vocab_size=rigged.VOCAB, drawn=False),
-    "best first": lambda head: eagle.best_first(head, vocab_size=rigged.VOCAB, **BEST),
+    "chain": lambda head: chain(head, rigged.VOCAB, drawn=False),
+    "tree": lambda head: eagle_static(head, BUSHY, vocab_size=rigged.VOCAB, drawn=False),
+    "best first": lambda head: dynamic(head, rigged.VOCAB),
     "medusa": lambda heads: medusa(heads, BUSHY, vocab_size=rigged.VOCAB),
 }
 
@@ -125,7 +125,7 @@ def test_a_head_that_copies_the_target_drafts_its_text(kind, by, growth):
     """All of it; and with one of the two late, nothing."""
     head, params = rigged.copying(kind, by)
     drafter = GROWTHS[growth](head)
-    assert drafted(drafter, params, head.taps) == 1.0
-    late = drafted(off_by_one(drafter, by), params, head.taps)
+    assert drafted(drafter, params, head.feature_layers) == 1.0
+    late = drafted(off_by_one(drafter, by), params, head.feature_layers)
     # Of five tokens a tree has the right one among its three children now and then.
     assert late == 0.0 if growth == "chain" else late < 0.5

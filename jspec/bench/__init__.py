@@ -1,0 +1,1 @@
+"""Measuring speculation: `jspec.bench.measure`."""

@@ -1,0 +1,1 @@
+"""KV caches: what keeps each token's keys and values. `dense` has one buffer a layer."""

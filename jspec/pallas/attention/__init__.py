@@ -1,0 +1,1 @@
+"""Verification attention over a long cache."""

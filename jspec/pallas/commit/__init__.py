@@ -1,0 +1,1 @@
+"""The commit of an accepted path, all layers in one call."""

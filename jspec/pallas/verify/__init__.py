@@ -1,0 +1,1 @@
+"""Fused verification: two passes over the vocabulary instead of arrays of probabilities."""

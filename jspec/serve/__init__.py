@@ -1,0 +1,1 @@
+"""What turns names into models, and text into text."""

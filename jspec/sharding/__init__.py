@@ -1,0 +1,1 @@
+"""What runs on slices of an array under `jax.shard_map`."""

@@ -1,0 +1,1 @@
+"""Params from files, and back: Hugging Face folders, GGUF, Orbax."""

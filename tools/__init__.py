@@ -1,0 +1,1 @@
+"""Instruments of the tests and benchmarks; no part of the library."""
